@@ -17,6 +17,8 @@ BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 RAY = "'cb_rollout[ray]'"
 
+REAL_WEIGHTS = ((*TRAINING_PACKAGES, "gguf", "reasoning_gym"), "gguf reasoning-gym")
+
 WORKLOADS = {
     "rollout": BenchCommand("benchmarks.rollout", SHIPPED.workloads["rollout"].help),
     "bfloat16": BenchCommand(
@@ -26,6 +28,12 @@ WORKLOADS = {
         "benchmarks.step", "what numerics='bitwise' costs, in rollout and step", TRAINING_PACKAGES
     ),
     "step": BenchCommand("benchmarks.step", SHIPPED.workloads["step"].help, TRAINING_PACKAGES),
+    "chats": BenchCommand(
+        "benchmarks.chats", "chats of SmolLM2-135M-Instruct in its own lengths", *REAL_WEIGHTS
+    ),
+    "chat_step": BenchCommand(
+        "benchmarks.chats", "one GRPO step of SmolLM2-135M-Instruct", *REAL_WEIGHTS
+    ),
     "sync": BenchCommand("benchmarks.sync", "a weight sync, beside bare tensor copies"),
     "strategies": BenchCommand(
         "benchmarks.strategies", "over-sampling and its like, against plain"

@@ -24,6 +24,9 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 PATHS = ("cb_rollout", "TRL's own")
 
+# Summed over a training; TRL's own path logs none of them.
+COUNTS = ("rollout/tokens", "rollout/drafted_tokens", "rollout/accepted_tokens")
+
 
 def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:
     """Run one training, and return its curve and its accuracy on held-out problems."""
@@ -41,6 +44,7 @@ def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:
         def __init__(self) -> None:
             self.start = 0.0
             self.curve: list[tuple[float, float]] = []
+            self.counts = dict.fromkeys(COUNTS, 0.0)
 
         def on_train_begin(self, args, state, control, **_):  # noqa: ANN001, ANN003, ANN202
             self.start = time.perf_counter()
@@ -48,6 +52,8 @@ def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:
         def on_log(self, args, state, control, logs, **_):  # noqa: ANN001, ANN003, ANN202
             if "reward" in logs:
                 self.curve.append((time.perf_counter() - self.start, logs["reward"]))
+                for name in COUNTS:
+                    self.counts[name] += logs.get(name, 0.0)
 
         def on_step_end(self, args, state, control, **_):  # noqa: ANN001, ANN003, ANN202
             control.should_training_stop = time.perf_counter() - self.start > 60 * minutes
@@ -75,6 +81,7 @@ def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:
             "after": after,
             "num_steps": len(callback.curve),
             "curve": callback.curve,
+            "counts": callback.counts,
             "threads": torch.get_num_threads(),
         }
 

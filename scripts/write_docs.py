@@ -160,7 +160,20 @@ that to the loss's own log-probabilities. `AsyncGRPOTrainer` logs `sample/stalen
 which is per completion, of its oldest token.
 """
 
+SMOLLM2 = "SmolLM2-135M-Instruct"
+
 WORKLOADS = {
+    "64 chats": f"One rollout of {SMOLLM2}: 64 chats, each until the model ends it",
+    "4 prompts of 1,000 tokens, 16 chats each": (
+        f"One rollout of {SMOLLM2}: 4 prompts of 1,000 tokens x 16 completions"
+    ),
+    "16 chats to 1,024 tokens": f"One rollout of {SMOLLM2}: 16 chats of up to 1,024 tokens",
+    **{
+        f"chat_step, {size} completions": (
+            f"One GRPO step of {SMOLLM2}: {size} completions of at most 64 tokens"
+        )
+        for size in (16, 64, 128)
+    },
     "long_tailed_groups": "One rollout: 16 prompts x 8 completions, long-tailed lengths",
     "equal_lengths": "One rollout: 128 prompts, 64 tokens each",
     "long_tailed_groups_135m": (
@@ -177,6 +190,8 @@ WORKLOADS = {
 
 # The README shows these; the page on benchmarks shows all.
 WORKLOADS_OF_README = (
+    "64 chats",
+    "chat_step, 64 completions",
     "long_tailed_groups",
     "equal_lengths",
     "long_tailed_groups_135m",
@@ -460,6 +475,33 @@ def with_agreement(text: str) -> str:
     return replaced(text, "agreement", table.rstrip())
 
 
+def learning_table(record: dict[str, Any]) -> str:
+    """Return the table of trainings of equal minutes: held-out accuracy and steps."""
+    head = ["path", "seed", "held-out accuracy", "points", "steps", "seconds a step"]
+    lines = [head, ["---"] * len(head)]
+    for run in sorted(record["runs"], key=lambda run: (run["path"] != OURS, run["seed"])):
+        gain = 100 * (run["after"] - run["before"])
+        accuracy = f"{run['before']:.1%} to {run['after']:.1%}"
+        seconds, steps = run["curve"][-1][0], run["num_steps"]
+        path, seed = run["path"], str(run["seed"])
+        lines.append([path, seed, accuracy, f"{gain:+.1f}", str(steps), f"{seconds / steps:.1f}"])
+    said = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    note = (
+        f"<sub>{record['minutes']:g} minutes of training each, the first step's checks included; "
+        f"{record['num_held_out']} held-out problems; {record['device']}, "
+        f"{record['runs'][0]['threads']} threads, {record['date']}; {said} "
+        "([record](benchmarks/learning_cpu.json)).</sub>"
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
+
+
+def with_learning(text: str) -> str:
+    """Return a page with the trainings of a real model renewed."""
+    path = BENCHMARKS / "learning_cpu.json"
+    table = learning_table(json.loads(path.read_text())) if path.exists() else "Not recorded yet."
+    return replaced(text, "learning", table.rstrip())
+
+
 def with_tables(text: str, workloads: Iterable[str]) -> str:
     """Return a page with its benchmark tables renewed."""
     return replaced(text, "benchmarks", benchmark_tables(workloads))
@@ -491,6 +533,8 @@ def main() -> int:
     wanted[BENCHMARKS / "README.md"] = with_agreement(
         with_gpu_model(wanted[BENCHMARKS / "README.md"])
     )
+    learning = ROOT / "docs" / "learning.md"
+    wanted[learning] = with_learning(learning.read_text())
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is stale' if arguments.check else 'written'}")

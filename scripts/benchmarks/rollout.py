@@ -9,6 +9,7 @@ number of rows that they had, since a few rows never reach the rate of a large p
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -47,15 +48,34 @@ DRAFT_TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
 
 def bench_rollout(setup: Setup) -> dict[str, Any]:
     """Return tokens per second of long-tailed groups and of equal lengths."""
-    model = create_model(setup.sizes.shape, setup.device)
-    own, results = races(setup), {}
-    with vllm_contenders(model, [workload for workload, _ in own.values()]) as vllm:
-        for name, (workload, shipped) in own.items():
+    return race(create_model(setup.sizes.shape, setup.device), races(setup), setup)
+
+
+def race(
+    model: Any,
+    workloads: dict[str, tuple[Workload, dict[str, Contender]]],
+    setup: Setup,
+    warm_up: Callable[[Workload], Workload] | None = None,
+) -> dict[str, Any]:
+    """Return tokens per second of contenders and of vLLM, with the shares of their products.
+
+    `warm_up` returns what a contender runs before its turn; None: the whole workload.
+    """
+    results = {}
+    with vllm_contenders(model, [workload for workload, _ in workloads.values()]) as vllm:
+        for name, (workload, shipped) in workloads.items():
             first, *others = shipped.items()
             contenders = dict([first, *vllm.items(), *others])
             bound = workload.num_tokens / needed_flops(model, workload)
             bound *= matmul_flops(model, len(workload.prompts))
-            rows = run_race(name, contenders, model, workload, setup.repetitions)
+            rows = run_race(
+                name,
+                contenders,
+                model,
+                workload,
+                setup.repetitions,
+                warm_up=warm_up and warm_up(workload),
+            )
             for row, contender in contenders.items():
                 rows[row]["matmul_share"] = rows[row]["median"] / bound
                 if setup.sizes.counts_forwards:

@@ -1,5 +1,6 @@
 """The workloads `step`, with the memory of the loss, and `bitwise`."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,13 @@ from benchmarks.sizes import Setup
 from cb_rollout.engine.memory.device import empty_cache
 from cb_rollout.tools.bench import step
 from cb_rollout.tools.bench.contenders import ours
-from cb_rollout.tools.bench.step import QUIET, GenerationPath, StepClock, bench_batch
+from cb_rollout.tools.bench.step import (
+    QUIET,
+    GenerationPath,
+    StepClock,
+    bench_batch,
+    create_trainer,
+)
 from cb_rollout.tools.bench.timing import ResidentPeak, throughputs
 from cb_rollout.tools.bench.workload import create_model, long_tailed
 
@@ -69,5 +76,7 @@ def bench_bitwise(setup: Setup) -> dict[str, Any]:
     model = create_model(sizes.shape, setup.device)
     return {
         "bitwise_rollout": throughputs(contenders, model, long_tailed(sizes), setup.repetitions),
-        "bitwise_step": bench_batch("bitwise_step", setup, paths, MemoryClock),
+        "bitwise_step": bench_batch(
+            "bitwise_step", setup.repetitions, paths, partial(create_trainer, setup), MemoryClock
+        ),
     }

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.filterwarnings("default")
 # TRL's continuous batching takes seconds to start and to stop; the others run many engines.
 SLOW = {
     "bitwise",
+    "chats",
+    "chat_step",
     "pool",
     "simulate",
     "rollout",

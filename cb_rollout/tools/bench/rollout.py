@@ -53,7 +53,8 @@ def run_race(
     workload: Workload,
     repetitions: int,
     num_warm_ups: int = 1,
+    warm_up: Workload | None = None,
 ) -> dict[str, Any]:
     """Announce a workload, and return tokens per second of each contender."""
     print(f"{name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
-    return throughputs(contenders, model, workload, repetitions, num_warm_ups)
+    return throughputs(contenders, model, workload, repetitions, num_warm_ups, warm_up)

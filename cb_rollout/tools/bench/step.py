@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -137,7 +138,11 @@ def bench_step(
         )
     return {
         name: bench_batch(
-            name, replace(setup, sizes=sizes), create_paths(sizes, setup.device), create_clock
+            name,
+            setup.repetitions,
+            create_paths(sizes, setup.device),
+            partial(create_trainer, replace(setup, sizes=sizes)),
+            create_clock,
         )
         for name, sizes in batches.items()
     }
@@ -145,17 +150,21 @@ def bench_step(
 
 def bench_batch(
     batch: str,
-    setup: Setup,
+    repetitions: int,
     paths: dict[str, GenerationPath],
+    trainer_of: Callable[[GenerationPath, str], GRPOTrainer],
     create_clock: Callable[[Any], StepClock] = StepClock,
 ) -> dict[str, Any]:
-    """Return the seconds of a step of each path, and of its parts."""
+    """Return the seconds of a step of each path, and of its parts.
+
+    `trainer_of` creates the trainer of a path, which writes into a folder.
+    """
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
-    for repetition in range(setup.repetitions):
+    for repetition in range(repetitions):
         for name, path in paths.items():
-            steps[name].append(_timed_step(setup, path, create_clock))
+            steps[name].append(_timed_step(trainer_of, path, create_clock))
             seconds = steps[name][-1]["seconds"]
-            turn = f"{repetition + 1}/{setup.repetitions}"
+            turn = f"{repetition + 1}/{repetitions}"
             print(f"  {batch} {turn} {name:<32}{seconds:.2f} s", flush=True)
     return {
         name: summary([turn["seconds"] for turn in turns], "seconds", paths[name].settings)
@@ -167,13 +176,15 @@ def bench_batch(
 
 
 def _timed_step(
-    setup: Setup, path: GenerationPath, create_clock: Callable[[Any], StepClock]
+    trainer_of: Callable[[GenerationPath, str], GRPOTrainer],
+    path: GenerationPath,
+    create_clock: Callable[[Any], StepClock],
 ) -> dict[str, float]:
     """Return what the clock measured of a trainer's second step; the first step warms up."""
     # TRL warns of settings that are right for a single step.
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = _create_trainer(setup, path, folder)
+        trainer = trainer_of(path, folder)
         if path.rollout is not None:
             cb_rollout.attach(trainer, cb_rollout.RolloutConfig(**path.rollout))
         trainer.vllm_importance_sampling_mode = "token_truncate"
@@ -187,7 +198,8 @@ def _timed_step(
     return clock.figures
 
 
-def _create_trainer(setup: Setup, path: GenerationPath, folder: str) -> GRPOTrainer:
+def create_trainer(setup: Setup, path: GenerationPath, folder: str) -> GRPOTrainer:
+    """Create a trainer of a random model, two steps long."""
     sizes, is_cpu = setup.sizes, setup.device == "cpu"
     return GRPOTrainer(
         model=create_ending_model(sizes.shape, setup.device, sizes.sampled_mean),

@@ -97,12 +97,13 @@ def interleaved(
     workload: Workload,
     repetitions: int,
     num_warm_ups: int = 1,
+    warm_up: Workload | None = None,
 ) -> dict[str, list[Turn]]:
     """Return `repetitions` turns of each contender."""
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     for repetition in range(repetitions):
         for name, contender in contenders.items():
-            turn = take_turn(contender, model, workload, num_warm_ups=num_warm_ups)
+            turn = take_turn(contender, model, workload, warm_up, num_warm_ups)
             turns[name].append(turn)
             print(f"  {repetition + 1}/{repetitions} {name:<28}{turn.seconds:8.2f} s", flush=True)
     return turns
@@ -128,9 +129,10 @@ def throughputs(
     workload: Workload,
     repetitions: int,
     num_warm_ups: int = 1,
+    warm_up: Workload | None = None,
 ) -> dict[str, Any]:
     """Return tokens per second of each contender, which take turns."""
-    turns = interleaved(contenders, model, workload, repetitions, num_warm_ups)
+    turns = interleaved(contenders, model, workload, repetitions, num_warm_ups, warm_up)
     return {
         name: throughput(contender, turns[name], workload.num_tokens)
         for name, contender in contenders.items()

@@ -1,0 +1,189 @@
+"""SmolLM2-135M-Instruct answers problems in its own lengths: the workloads `chats`, `chat_step`.
+
+Problems are reasoning-gym's, in the model's chat template. In a first rollout the model ends each
+completion itself; every contender then gives completions of these lengths. A workload runs once
+before its turn only in part: a rollout of real weights takes a minute.
+"""
+
+import random
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import reasoning_gym
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.rollout import race
+from benchmarks.sizes import Setup
+from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.step import QUIET, GenerationPath, bench_batch
+from cb_rollout.tools.bench.workload import SEED, Workload
+from smollm2 import smollm2_folder
+
+TASKS = (
+    *("chain_sum", "leg_counting", "word_sorting", "spell_backward", "gsm_symbolic"),
+    *("time_intervals", "letter_counting", "syllogism"),
+)
+
+# Problems with their answers that precede the question of a long prompt.
+LONG_PROMPT_TOKENS = 1000
+
+# Prompts and the tokens of each, completions of a prompt, and the most tokens of one.
+SHAPES = {
+    "64 chats": (64, 0, 1, 256),
+    "4 prompts of 1,000 tokens, 16 chats each": (4, LONG_PROMPT_TOKENS, 16, 64),
+    "16 chats to 1,024 tokens": (16, 0, 1, 1024),
+}
+
+# Completions of a step, of at most this many tokens.
+STEP_SIZES, STEP_TOKENS = (16, 64, 128), 64
+GROUP_SIZE = 8
+
+PATHS = {
+    "cb_rollout": GenerationPath("its defaults, without records", rollout=QUIET),
+    "TRL generate": GenerationPath("its defaults: all completions are one batch"),
+}
+
+
+def bench_chats(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of chats that end themselves, with long prompts and long tails."""
+    tokenizer, model = _load(setup.device)
+    workloads = {
+        name: _own_lengths(model, tokenizer, *shape) for name, shape in _shapes(setup).items()
+    }
+    contenders = {
+        name: _contenders(setup.batch_size or len(workload.prompts))
+        for name, workload in workloads.items()
+    }
+    races = {name: (workload, contenders[name]) for name, workload in workloads.items()}
+    # One more run of each contender would double the minutes.
+    uncounted = replace(setup, sizes=replace(setup.sizes, counts_forwards=False))
+    return race(model, races, uncounted, partial(_few_tokens, count=4))
+
+
+def bench_chat_step(setup: Setup) -> dict[str, Any]:
+    """Return the seconds of one stock GRPO step of 16, 64 and 128 completions, by both paths."""
+    sizes = STEP_SIZES if setup.sizes.num_sequences > GROUP_SIZE else (GROUP_SIZE,)
+    return {
+        f"chat_step, {size} completions": bench_batch(
+            f"{size} completions", setup.repetitions, PATHS, partial(_create_trainer, setup, size)
+        )
+        for size in sizes
+    }
+
+
+def _shapes(setup: Setup) -> dict[str, tuple[int, int, int, int]]:
+    """Return the shapes; few short ones for tests."""
+    if setup.sizes.num_sequences > GROUP_SIZE:
+        return SHAPES
+    return {name: (2, tokens, 2, 4) for name, (_, tokens, *_) in SHAPES.items()}
+
+
+def _load(device: str) -> tuple[PreTrainedTokenizerBase, Any]:
+    folder = smollm2_folder()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model = model.to(device).eval()
+    # A contender must not end a completion by itself.
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return AutoTokenizer.from_pretrained(folder), model
+
+
+def _contenders(batch_size: int) -> dict[str, Contender]:
+    return {
+        "cb_rollout": ours(),
+        "transformers CB": transformers_batching(),
+        "model.generate": generate(batch_size),
+    }
+
+
+def _few_tokens(workload: Workload, count: int) -> Workload:
+    """Return a few short completions of reversed prompts, whose keys no other prompt shares."""
+    prompts = [prompt[::-1] for prompt in workload.prompts[:count]]
+    return Workload(prompts, [count] * len(prompts))
+
+
+def _own_lengths(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    num_prompts: int,
+    prompt_tokens: int,
+    num_completions: int,
+    longest: int,
+) -> Workload:
+    """Return chats with the number of tokens after which the model ended each, EOS included."""
+    chats = _chats(tokenizer, num_prompts, prompt_tokens)
+    prompts = [chat for chat in chats for _ in range(num_completions)]
+    with RolloutGenerator(model, RolloutConfig(seed=SEED), tokenizer=tokenizer) as generator:
+        outputs = generator.generate_batch(prompts, max_new_tokens=longest).values()
+    return Workload(prompts, [len(output.generated_tokens) for output in outputs])
+
+
+def _chats(
+    tokenizer: PreTrainedTokenizerBase, num_prompts: int, prompt_tokens: int
+) -> list[list[int]]:
+    """Return token ids of chats, each of `prompt_tokens` at least."""
+    solved = random.Random(SEED)
+    problems = _problems(num_prompts)
+    chats = []
+    for problem in problems:
+        text, ids = problem["question"], []
+        while not ids or len(ids) < prompt_tokens:
+            message = [{"role": "user", "content": text}]
+            ids = tokenizer.apply_chat_template(
+                message, add_generation_prompt=True, return_dict=False
+            )
+            other = solved.choice(problems)
+            text = f"{other['question']}\n{other['answer']}\n\n{text}"
+        chats.append(list(ids))
+    return chats
+
+
+def _problems(count: int) -> list[dict[str, Any]]:
+    """Return problems of every task in turns."""
+    size = -(-count // len(TASKS))
+    sets = [reasoning_gym.create_dataset(name, size=size, seed=SEED) for name in TASKS]
+    return [problems[index] for index in range(size) for problems in sets][:count]
+
+
+class StopAfter(TrainerCallback):
+    """End a training after a few steps of the many that it was planned for."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop."""
+        control.should_training_stop = state.global_step >= self._num_steps
+
+
+def _create_trainer(setup: Setup, size: int, path: GenerationPath, folder: str) -> GRPOTrainer:
+    is_cpu = setup.device == "cpu"
+    rows = [
+        {"prompt": [{"role": "user", "content": problem["question"]}]}
+        for problem in _problems(2 * size // GROUP_SIZE)
+    ]
+    is_long = setup.sizes.num_sequences > GROUP_SIZE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GRPOTrainer(
+            model=str(smollm2_folder()),
+            reward_funcs=lambda completions, **_: [len(c[0]["content"]) % 7 for c in completions],
+            args=GRPOConfig(
+                output_dir=folder, max_steps=100, report_to=[], use_cpu=is_cpu, bf16=not is_cpu,
+                per_device_train_batch_size=size, num_generations=GROUP_SIZE,
+                max_completion_length=STEP_TOKENS if is_long else 4, disable_tqdm=True,
+                save_strategy="no", logging_strategy="no",
+            ),
+            train_dataset=Dataset.from_list(rows),
+            callbacks=[StopAfter(2)],
+        )  # fmt: skip
