@@ -17,12 +17,15 @@ from cb_rollout.tools.bench import rollout, run
 # The peers emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")
 
-# TRL's continuous batching takes seconds to start and to stop; the others run many engines.
+# Workloads that take seconds even with tiny models.
 SLOW = {
     "bitwise",
     "chats",
     "chat_step",
+    "gpu_model",
     "pool",
+    "serve",
+    "strategies",
     "simulate",
     "rollout",
     "scaling",
