@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import cpp_builder, list_mode_options, list_options, standalone_compile
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -180,6 +181,8 @@ def trace_graph(
     quiet = replacing([(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)])
     with torch.no_grad(), quiet, _AnyDtypeGrouped():
         module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+    # Under autocast each of a layer's products casts the same rows.
+    module.graph = fx_graph_cse(module.graph)
     shapes = module.shape_env
     assert shapes is not None
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
