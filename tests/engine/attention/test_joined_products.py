@@ -23,10 +23,13 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.weights.copied import CopiedWeights
 
 aten = torch.ops.aten
-COUNTED = []
+COUNTED, CAST = [], []
 
 
 def join(graph, weights):
+    inputs = graph.find_nodes(op="placeholder")[-len(weights) :]
+    casts = graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    CAST[:] = [node for node in casts if node.args[0] in inputs]
     found = join_products(graph, weights)
     products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
     COUNTED[:] = [len(products), len(found) - len(weights)]
@@ -96,10 +99,11 @@ def own_products(monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_products_are_joined_in_every_precision(precision, tied, own_products):
+def test_products_are_joined_and_no_weight_is_cast_in_any_precision(precision, tied, own_products):
     trained = tiny_model("qwen3", tie_word_embeddings=tied)
     copied = CopiedWeights(trained, precision, None)
     assert joined(copied.module, precision.autocast_dtype) == (9, 4)
+    assert not CAST
 
 
 def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
