@@ -127,7 +127,7 @@ def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
         return cast[-1]
 
     num_casts = casts()
-    monkeypatch.setattr(inductor, "fx_graph_cse", lambda graph: graph)
+    monkeypatch.setattr(inductor, "merge_casts", lambda graph: None)
     # Of query, key and value, and of gate and up, in two layers.
     assert casts() - num_casts == 2 * (2 + 1)
 
@@ -139,8 +139,33 @@ def test_a_merge_of_unequal_casts_is_refused(own_products, monkeypatch):
             key = str(node.kwargs), str(node.args[0].meta["val"].shape)
             if (other := first.setdefault(key, node)) is not node:
                 node.replace_all_uses_with(other)
-        return graph
 
-    monkeypatch.setattr(inductor, "fx_graph_cse", merged)
+    monkeypatch.setattr(inductor, "merge_casts", merged)
     with pytest.raises(UntraceableError, match="it computes something else"):
         joined(tiny_model("qwen3"), BFLOAT16)
+
+
+def writes_a_cast(rows):
+    first, second = rows.to(BFLOAT16), rows.to(BFLOAT16)
+    return first.add_(1) * second
+
+
+def writes_a_view(rows):
+    first, second = rows.to(BFLOAT16), rows.to(BFLOAT16)
+    first.view(-1).add_(1)
+    return first * second
+
+
+def writes_between(rows):
+    states = rows * 2
+    first = states.to(BFLOAT16)
+    states.view(-1).add_(1)
+    return first * states.to(BFLOAT16)
+
+
+@pytest.mark.parametrize("function", [writes_a_cast, writes_a_view, writes_between])
+def test_casts_of_which_one_is_written_are_not_merged(function):
+    rows = torch.arange(6.0).view(3, 2)
+    module, _ = inductor.trace_graph(function, rows)
+    graph = torch.fx.GraphModule(module, module.graph)
+    assert torch.equal(graph(rows), function(rows))
