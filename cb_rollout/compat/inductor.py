@@ -180,9 +180,40 @@ def trace_graph(
     quiet = replacing([(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)])
     with torch.no_grad(), quiet, _AnyDtypeGrouped():
         module = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+    merge_casts(module.graph)
     shapes = module.shape_env
     assert shapes is not None
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
+
+
+_MERGED = (torch.ops.aten._to_copy.default, torch.ops.aten.view.default)
+_MERGED += (torch.ops.aten.sym_size.int,)
+
+
+def merge_casts(graph: fx.Graph) -> None:
+    """Make equal casts and views of a traced graph one, in place; of tensors that are not written.
+
+    Under autocast each of a layer's products casts the same rows. torch's own `fx_graph_cse` (2.13)
+    would merge tensors of which a later operator writes one.
+    """
+    schemas = ((node, getattr(node.target, "_schema", None)) for node in graph.nodes)
+    writers = [node for node, schema in schemas if schema is not None and schema.is_mutable]
+    written = {_storage(tensor) for node in writers for tensor in node.all_input_nodes}
+    first: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target not in _MERGED:
+            continue
+        if not written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
+            continue
+        equal = first.setdefault((node.target, node.args, node.kwargs), node)
+        if equal is not node:
+            node.replace_all_uses_with(equal)
+            graph.erase_node(node)
+
+
+def _storage(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
 
 def fake_weight(graph: fx.Graph, weight: torch.Tensor) -> torch.Tensor:

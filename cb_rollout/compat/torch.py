@@ -1,15 +1,20 @@
-"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers."""
+"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers.
+
+The wrapper that accelerate 1.15 puts around a module's forward is one of them.
+"""
 
 import ctypes
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
@@ -252,16 +257,35 @@ def captured_weights(model: torch.nn.Module) -> list[object]:
     captured: list[object] = [tensor.data_ptr() for tensor in tensors]
     module: Any
     for module in model.modules():
-        captured.append((weakref.ref(module), _forward_of(module), forward_numbers(module)))
+        captured.append((weakref.ref(module), forward_of(module), forward_numbers(module)))
         if hasattr(module, "merged_adapters"):
             captured += [tuple(module.active_adapters), tuple(module.merged_adapters)]
             captured += [module.disable_adapters, dict(getattr(module, "scaling", {}))]
     return captured
 
 
-def _forward_of(module: Any) -> object:
-    """Return the function that a module runs, replaced or its class's, without holding it."""
-    forward = vars(module).get("forward", type(module).forward)
+def below_accelerate(module: Module) -> Module:
+    """Return the module without the autocast and float32 outputs of accelerate 1.15's `prepare`.
+
+    A wrapped module is not changed, since a trainer may run it: its shallow copy is returned.
+    """
+    if (forward := _wrapped_forward(module)) is None:
+        return module
+    module = copy(module)
+    module.forward = forward
+    return module
+
+
+def _wrapped_forward(module: Any) -> Any:
+    """Return the forward that accelerate 1.15 has wrapped; None: it has wrapped none."""
+    wrapper = getattr(vars(module).get("forward"), "__wrapped__", None)
+    is_wrapped = isinstance(wrapper, ConvertOutputsToFp32)
+    return getattr(module, "_original_forward", None) if is_wrapped else None
+
+
+def forward_of(module: Any) -> object:
+    """Return the function that `below_accelerate` runs, replaced or its class's; not held."""
+    forward = _wrapped_forward(module) or vars(module).get("forward", type(module).forward)
     function = getattr(forward, "__func__", forward)
     try:
         return weakref.ref(function)

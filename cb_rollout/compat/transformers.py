@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
 from cb_rollout.compat.patching import CountedPatch, replacing
+from cb_rollout.compat.torch import forward_of
 from cb_rollout.errors import ConfigurationError
 
 # The argument of a forward that takes the cache in transformers 5.23; Mamba's is `cache_params`,
@@ -162,15 +163,16 @@ def forward_passes_on(model: PreTrainedModel) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def forward_identity(model: PreTrainedModel) -> tuple[Any, ...]:
+def forward_identity(model: PreTrainedModel, *, is_autocast: bool = False) -> tuple[Any, ...]:
     """Return a value that changes when layers keep other states in the cache, or may do so.
 
     accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; keys
-    then arrive in another dtype. A layer that was added or replaced keeps states of its own.
+    then arrive in another dtype, unless the model runs `below_accelerate` (`is_autocast`). A layer
+    that was added or replaced keeps states of its own.
     """
     parameter = next(model.parameters())
     modules = tuple(weakref.ref(module) for module in model.modules())
-    own_forward = model.__dict__.get("forward")
+    own_forward = forward_of(model) if is_autocast else model.__dict__.get("forward")
     return (own_forward, parameter.dtype, parameter.device, vocab_size(model), modules)
 
 

@@ -132,7 +132,7 @@ class Engine:
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
-        identity = hf_compat.forward_identity(self.model)
+        identity = self._runner.forward_identity
         self._runner.recorder = None
         self.layout = check_model(
             self._runner, partial(page_layout, config=self.config, device=self.device)
@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def _is_model_changed(self) -> bool:
-        return hf_compat.forward_identity(self.model) != self._identity
+        return self._runner.forward_identity != self._identity
 
     def _plan(self) -> None:
         """Divide the free memory; no cache may be allocated."""

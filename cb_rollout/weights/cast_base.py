@@ -94,10 +94,8 @@ class CastBaseWeights(WeightSynchronizer):
             name: MethodType(value.__func__, twin) if _is_bound(value, module) else value
             for name, value in vars(module).items()
         }
-        casts = self._casts
         attributes["_parameters"] = {
-            name: casts[id(tensor)].value if id(tensor) in casts else tensor
-            for name, tensor in module._parameters.items()
+            name: self._held(module, tensor) for name, tensor in module._parameters.items()
         }
         attributes["_modules"] = {
             name: child and self._mirror(child, twins) for name, child in module._modules.items()
@@ -109,6 +107,16 @@ class CastBaseWeights(WeightSynchronizer):
         vars(twin).clear()
         vars(twin).update(attributes)
         return twin
+
+    def _held(
+        self, module: torch.nn.Module, parameter: torch.nn.Parameter | None
+    ) -> torch.nn.Parameter | None:
+        """Return the cast value of a parameter where autocast would cast it, else itself."""
+        cast = self._casts.get(id(parameter))
+        if parameter is None or cast is None:
+            return parameter
+        is_cast = held_dtype(self._precision, module, parameter.dtype) == cast.value.dtype
+        return cast.value if is_cast else parameter
 
 
 def _is_bound(value: object, module: torch.nn.Module) -> bool:
@@ -155,18 +163,15 @@ def frozen_weights(
 
     Left out are weights that an adapter reads itself, as DoRA does for its norms: in float32.
     """
-    owners: dict[int, tuple[torch.nn.Parameter, list[torch.nn.Module]]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), (parameter, []))[1].append(module)
+    owned = ((m, p) for m in model.modules() for p in m.parameters(recurse=False))
     read, merged = (
         {id(weight) for layer in layers for weight in layer.parameters()}
         for layers in (layers_read_by_adapters(model), merged_layers(model))
     )
-    for key, (weight, layers) in owners.items():
-        if weight.requires_grad or key in read:
+    for owner, weight in owned:
+        if weight.requires_grad or id(weight) in read:
             continue
-        if held_dtype(layers, weight.dtype, precision) != weight.dtype:
+        if held_dtype(precision, owner, weight.dtype) != weight.dtype:
             # PEFT merges without torch counting it; while merged, every sync casts anew.
             writes = 0 if weight.is_inference() else weight._version
-            yield weight, (weight.data_ptr(), object() if key in merged else writes)
+            yield weight, (weight.data_ptr(), object() if id(weight) in merged else writes)

@@ -6,6 +6,7 @@ Gathers sharded weights one bucket at a time. Called from the training thread, t
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import WeightSynchronizer
 from cb_rollout.weights.replica import (
     create_replica,
+    held_dtype,
     misplaced,
     place,
     require_match,
@@ -146,7 +148,8 @@ class CopiedWeights(WeightSynchronizer):
         # A trainer may have sharded the module since the last sync.
         source = create_source(self.trained)
         self.is_collective = source.is_collective
-        weights = weights_of(self._source, source.stored)
+        held = partial(held_dtype, self._precision)
+        weights = weights_of(self._source, source.stored, held)
         return source, weights, {weight: source.shape(weight.base) for weight in weights}
 
     def _is_stale(self, weight: Weight, source: PlainSource) -> bool:

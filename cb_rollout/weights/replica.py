@@ -26,21 +26,19 @@ MULTIPLIED_BY = (torch.nn.Linear, Conv1D)
 ALIGNED_OUTPUTS = 16
 
 
-def held_dtype(
-    owners: Sequence[torch.nn.Module], dtype: torch.dtype, precision: Precision
-) -> torch.dtype:
-    """Return the dtype in which a replica holds a parameter of `owners` trained in `dtype`.
+def held_dtype(precision: Precision, owner: torch.nn.Module, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a replica holds a parameter of `owner` trained in `dtype`.
 
-    Under autocast, only parameters that it would cast at every use are stored cast. The forward is
-    then bitwise that of the uncast weights under autocast.
+    Under autocast, only parameters that it would cast at every use are stored cast: those of a head
+    that is tied to an embedding too, which autocast does not cast. The forward is then bitwise that
+    of the uncast weights under autocast.
     """
     if not dtype.is_floating_point:
         return dtype
     if precision.copy_dtype is not None:
         return precision.copy_dtype
-    # Autocast does not cast embeddings, nor weights tied to one.
-    is_cast = all(isinstance(owner, MULTIPLIED_BY) for owner in owners)
-    if precision.autocast_dtype is None or not is_cast or dtype == torch.float64:
+    is_cast = isinstance(owner, MULTIPLIED_BY) and dtype != torch.float64
+    if precision.autocast_dtype is None or not is_cast:
         return dtype
     return precision.autocast_dtype
 
@@ -48,7 +46,7 @@ def held_dtype(
 def casts_weights(model: PreTrainedModel, precision: Precision) -> bool:
     """Return True if a replica of `model` would hold any parameter in another dtype."""
     return any(
-        held_dtype([module], parameter.dtype, precision) != parameter.dtype
+        held_dtype(precision, module, parameter.dtype) != parameter.dtype
         for module in model.modules()
         for parameter in module.parameters(recurse=False)
     )
@@ -62,7 +60,7 @@ def create_replica(
     device: torch.device,
     tensor_parallel_size: int = 1,
 ) -> PreTrainedModel:
-    """Create a module of the model's class with empty tensors, tied as in the training module.
+    """Create a module of the model's class with empty tensors, tied as the weights are.
 
     Parameters take no memory while the module is built from the config. Buffers are real, since
     constructors compute with them. With a `tensor_parallel_size` above 1 the layers are split over
@@ -85,7 +83,7 @@ def place(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Give a replica an empty tensor for each of the weights, tied as in the training module.
+    """Give a replica an empty tensor for each of the weights, tied as these are.
 
     Weights of one module's linear layers that take equally many inputs lie one after the other, as
     those of query, key and value do: products of the same rows can then be computed as one.
@@ -141,8 +139,8 @@ def misplaced(
 def _held_dtype(replica: PreTrainedModel, weight: Weight, precision: Precision) -> torch.dtype:
     if weight.is_buffer:
         return weight.base.dtype
-    owners = [replica.get_submodule(name.rpartition(".")[0]) for name in weight.names]
-    return held_dtype(owners, weight.base.dtype, precision)
+    owner = replica.get_submodule(weight.names[0].rpartition(".")[0])
+    return held_dtype(precision, owner, weight.base.dtype)
 
 
 def tensors_by_name(replica: PreTrainedModel) -> dict[str, torch.Tensor]:

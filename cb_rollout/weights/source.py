@@ -125,7 +125,9 @@ class Zero3Source(PlainSource):
         """Yield the parameters, gathered inside the context and emptied after it."""
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
-        sharded: list[Any] = [tensor for tensor in tensors if zero3_compat.is_zero3(tensor)]
+        # Two tensors of a copy may hold one weight in different dtypes.
+        unique = dict.fromkeys(tensors)
+        sharded: list[Any] = [tensor for tensor in unique if zero3_compat.is_zero3(tensor)]
         with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
             yield parts([tensor.data for tensor in tensors], splits)
 

@@ -44,14 +44,21 @@ class Weight:
 
 
 def weights_of(
-    model: torch.nn.Module, stored: Callable[[torch.Tensor], torch.Tensor]
+    model: torch.nn.Module,
+    stored: Callable[[torch.Tensor], torch.Tensor],
+    held_dtype: Callable[[torch.nn.Module, torch.dtype], torch.dtype] = lambda _, dtype: dtype,
 ) -> list[Weight]:
-    """List every tensor of the plain model inside `model`, each once, in the model's order.
+    """List every tensor of the plain model inside `model`, in the model's order.
 
-    `stored` maps a tensor that the module shows to the tensor that is trained. Refuses an adapter
-    that cannot be expressed as a plain model's weight.
+    A tensor is listed once for each dtype that its modules hold it in. Refuses an adapter that
+    cannot be expressed as a plain model's weight.
+
+    Args:
+        model: the training module, wrapped or not.
+        stored: maps a tensor that the module shows to the tensor that is trained.
+        held_dtype: maps a plain module and a parameter's dtype to the dtype that it is held in.
     """
-    grouped: dict[tuple[int, ...], Weight] = {}
+    grouped: dict[tuple[object, ...], Weight] = {}
     for path, module, low_ranks in plain_modules(model):
         added = tuple(replace(pair, A=stored(pair.A), B=stored(pair.B)) for pair in low_ranks)
         weights = [
@@ -63,7 +70,9 @@ def weights_of(
             for name, base in module.named_buffers(recurse=False)
         ]
         for weight in weights:
-            key = tuple(id(tensor) for tensor in weight.tensors)
+            dtype = weight.base.dtype
+            dtype = dtype if weight.is_buffer else held_dtype(module, dtype)
+            key = dtype, *map(id, weight.tensors)
             if key in grouped:
                 weight = replace(weight, names=(*grouped[key].names, *weight.names))
             grouped[key] = weight

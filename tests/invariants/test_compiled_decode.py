@@ -1,11 +1,20 @@
 """Captured decode steps run the compiled forward, or the model's own and say why."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from fast_path import Playback, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import (
+    ContinuousBatchingManager,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+)
 from cb_rollout.compat import inductor
 from cb_rollout.engine.cuda_graphs import selection
 
@@ -90,6 +99,65 @@ def test_a_moved_weight_or_a_replaced_forward_is_compiled_anew_and_a_hook_runs_t
         generator.sync_weights()
         assert_right(generator, model)
         assert "forwards: compiled" in generator.manager.decode_path
+
+
+@pytest.fixture
+def accelerator():
+    """Its state is the process's, and refuses another precision than the first one's."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after attach", "before attach"])
+def test_a_model_that_accelerate_prepares_is_captured_once_and_gives_logits_in_its_dtype(
+    is_first, quick, accelerator
+):
+    model, dtypes, seen = tiny_model("qwen3", **SMALL).bfloat16(), [], []
+    if is_first:
+        accelerator.prepare_model(model)
+    read = SimpleNamespace(
+        mixed_precision="bf16", process_index=0, device=model.device, state=SimpleNamespace()
+    )
+    config = RolloutConfig(seed=1, block_size=8, num_speculative_tokens=0, **ONE)
+    with RolloutGenerator(model, config, accelerator=read) as generator:
+        assert generator.manager.model is model
+        engine = generator.manager.engine
+        trace, sampler = trace_of(generator), engine._graphs._sampler
+        sample = sampler.sample
+        sampler.sample = lambda logits, lines: dtypes.append(logits.dtype) or sample(logits, lines)
+        generator.manager.warmup()
+        captured = Playback.num_captures
+        if not is_first:
+            accelerator.prepare_model(model)
+        wrapped = vars(model)["forward"]
+        generator.sync_weights()
+        (output,) = generator.generate_batch([SHORT], sampling_params=PARAMS).values()
+        assert (trace_of(generator), Playback.num_captures) == (trace, captured)
+        assert vars(model)["forward"] is wrapped
+        assert set(dtypes) == {torch.bfloat16}
+        expected = plain_logprobs(model, SHORT, output.generated_tokens)
+        assert output.logprobs == pytest.approx(expected, abs=0.05)
+        # A hook of the model itself is called, and a wrapper of another kind runs.
+        model.register_forward_hook(lambda *_: seen.append("hook"))
+        model.forward = lambda **given: seen.append("forward") or wrapped(**given)
+        generator.sync_weights()
+        generator.generate_batch([SHORT], sampling_params=PARAMS)
+        assert set(seen) == {"hook", "forward"}
+
+
+def test_a_prepared_model_whose_trainer_is_not_given_runs_under_accelerates_autocast(accelerator):
+    model = tiny_model("qwen3", **SMALL)
+    manager = ContinuousBatchingManager(model, None, RolloutConfig())
+    assert pages_of(manager) == {torch.float32}
+    accelerator.prepare_model(model)
+    manager.warmup()
+    assert pages_of(manager) == {torch.bfloat16}
+
+
+def pages_of(manager):
+    """The dtypes of keys and values."""
+    return {states.dtype for states in manager.engine.layout.layers[0].per_token}
 
 
 def fails(graph, options):

@@ -3,10 +3,15 @@
 import accelerate
 import pytest
 import torch
+from fast_path import pretend_cuda
 from pretend_device import DEVICE, Pretended, pretend_device
+from tiny import char_tokenizer, tiny_model
 from tiny_trainer import logged, tiny_trainer
 
 import cb_rollout
+from cb_rollout.engine.core import Engine
+from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampler
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -65,3 +70,41 @@ def test_training_there_is_training_here(case, tmp_path, monkeypatch):
     assert len(found) >= 3
     assert any(found[: len(found) // 2])
     assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_trainer_of_a_bfloat16_model_captures_each_graph_once(tmp_path, monkeypatch):
+    """accelerate wraps the model's forward after the generator was attached."""
+    pretend_cuda(monkeypatch)
+    captured, probed, dtypes = [], [], set()
+    add, probe, sample = GraphedDecoding.add, Engine._probe, GraphSampler.sample
+
+    def added(self, key, block_size):
+        captured.append(key)
+        add(self, key, block_size)
+
+    def sampled(self, logits_BV, lines):
+        dtypes.add(logits_BV.dtype)
+        sample(self, logits_BV, lines)
+
+    monkeypatch.setattr(GraphedDecoding, "add", added)
+    monkeypatch.setattr(GraphSampler, "sample", sampled)
+    monkeypatch.setattr(Engine, "_probe", lambda self: probed.append(1) or probe(self))
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    trainer = tiny_trainer(
+        tmp_path,
+        model=tiny_model("qwen3", len(char_tokenizer()), **shape).bfloat16(),
+        bf16=True,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=4,
+    )
+    config = cb_rollout.RolloutConfig(seed=1, num_speculative_tokens=0)
+    with cb_rollout.attach(trainer, config) as generator:
+        assert generator.manager.model is trainer.model
+        trainer.train()
+        assert "CUDA graphs: on" in generator.manager.decode_path
+    assert hasattr(trainer.model, "_original_forward")
+    assert len(captured) == len(set(captured)) > 0
+    assert len(probed) == 1
+    assert dtypes == {torch.bfloat16}

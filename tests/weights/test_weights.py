@@ -367,6 +367,7 @@ class Autocasting:
     """What weights read of accelerate's `Accelerator`."""
 
     mixed_precision = "bf16"
+    process_index = 0
     device = torch.device("cpu")
     state = SimpleNamespace()
 
@@ -427,6 +428,62 @@ def test_a_frozen_weight_that_is_written_past_torch_is_named():
     assert weights.sync() == 0
     with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
         require_equal(weights)
+
+
+TIED = {
+    "a copy": lambda: tiny_model(tie_word_embeddings=True).eval(),
+    "adapters": lambda: with_adapter(tiny_model(tie_word_embeddings=True)).eval(),
+}
+
+
+@pytest.mark.parametrize("made", TIED.values(), ids=TIED)
+def test_a_tied_head_is_held_once_more_in_the_compute_dtype_and_follows_each_sync(made):
+    model = made()
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    head, embedding = weights.module.lm_head.weight, weights.module.model.embed_tokens.weight
+    assert (head.dtype, embedding.dtype) == (torch.bfloat16, torch.float32)
+    for _ in range(2):
+        change(model)
+        assert not torch.equal(head, model.lm_head.weight.bfloat16())
+        assert "lm_head.weight" in weights.differing()
+        weights.sync()
+        assert torch.equal(head, model.lm_head.weight.bfloat16())
+        assert torch.equal(embedding, model.lm_head.weight)
+        assert weights.differing() == []
+        assert torch.equal(under_autocast(weights.module), under_autocast(model))
+    assert weights.module.lm_head.weight is head
+
+
+def test_a_tied_head_that_a_sync_leaves_old_is_named(monkeypatch):
+    model = TIED["a copy"]()
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    change(model)
+    is_stale = CopiedWeights._is_stale
+    monkeypatch.setattr(
+        CopiedWeights,
+        "_is_stale",
+        lambda self, weight, source: (
+            weight.names != ("lm_head.weight",) and is_stale(self, weight, source)
+        ),
+    )
+    weights.sync()
+    assert not torch.equal(weights.module.lm_head.weight, model.lm_head.weight.bfloat16())
+    with pytest.raises(WeightSyncError, match=r"^1 tensors .* lm_head\.weight"):
+        require_equal(weights)
+
+
+def test_a_held_head_is_counted_once_among_the_weights_that_memory_is_planned_beside():
+    for made, is_whole in ((TIED["a copy"], True), (TIED["adapters"], False)):
+        model = made()
+        own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        with RolloutGenerator(model, RolloutConfig(), accelerator=Autocasting()) as generator:
+            module = generator.manager.model
+            weights = generator.manager.engine.training.bytes_now().weights
+        linear = [x.weight for x in module.modules() if type(x) is torch.nn.Linear]
+        cast = sum(weight.nbytes for weight in linear if weight.dtype == torch.bfloat16)
+        kept = sum(t.nbytes for t in (*module.parameters(), *module.buffers())) - cast
+        assert module.lm_head.weight.nbytes == model.lm_head.weight.nbytes // 2
+        assert weights == own + cast + (kept if is_whole else 0)
 
 
 def test_the_wrapper_that_trl_puts_around_a_models_forward_does_not_lead_back_to_the_model():

@@ -101,3 +101,14 @@ def test_deepspeed_is_only_imported_for_its_own_parameters(monkeypatch):
     # Another test of the process may have imported it already; None makes an import raise.
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     create_weight_sync(tiny_model(), RolloutConfig(weight_sync="copy"))
+
+
+def test_a_tied_head_that_is_held_cast_is_gathered_once(deepspeed):
+    model = tiny_model(tie_word_embeddings=True)
+    deepspeed.partition(model)
+    weights = create_weight_sync(model, RolloutConfig(rollout_dtype="bfloat16"))
+    own = model.lm_head.weight.ds_tensor.mul_(1.25).view(model.lm_head.weight.ds_shape)
+    weights.sync()
+    assert torch.equal(weights.module.lm_head.weight, own.bfloat16())
+    assert torch.equal(weights.module.model.embed_tokens.weight, own)
+    require_equal(weights)

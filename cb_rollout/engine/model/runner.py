@@ -103,6 +103,11 @@ class ModelRunner:
             )
         self._cache_argument = caches[0]
 
+    @property
+    def forward_identity(self) -> tuple[Any, ...]:
+        is_autocast = self._autocast_dtype is not None
+        return hf_compat.forward_identity(self.model, is_autocast=is_autocast)
+
     def probe(self) -> CacheLayout:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
@@ -381,14 +386,16 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
-        autocast = nullcontext()
+        autocast, called = nullcontext(), model or self.model
         if self._autocast_dtype is not None:
+            if model is None:
+                called = torch_compat.below_accelerate(self.model)
             # A cached cast would stay in a captured step when the weights change.
             autocast = torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
         with torch.no_grad(), autocast:
             arguments = arguments | without_router_logits(self.model)
-            return (model or self.model)(input_ids=input_ids_BQ, **arguments)
+            return called(input_ids=input_ids_BQ, **arguments)
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return devices.to_device(values, self.device)

@@ -4,20 +4,32 @@ import pytest
 import torch
 from tiny import tiny_model
 
+from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
+from cb_rollout.engine.attention.cpu import few_row_linear
 from cb_rollout.engine.attention.cpu.backend import simplify
-from cb_rollout.engine.attention.traced_forward import Trace, Traceable, Tracing
+from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.traced_forward import (
+    Trace,
+    Traceable,
+    Tracing,
+    UntraceableError,
+    attend_to_new_token,
+    example,
+)
 from cb_rollout.engine.attention.triton.backend import join_products
-from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.weights.copied import CopiedWeights
 
 aten = torch.ops.aten
-COUNTED = []
+COUNTED, CAST = [], []
 
 
 def join(graph, weights):
+    inputs = graph.find_nodes(op="placeholder")[-len(weights) :]
+    casts = graph.find_nodes(op="call_function", target=aten._to_copy.default)
+    CAST[:] = [node for node in casts if node.args[0] in inputs]
     found = join_products(graph, weights)
     products = [n for n in graph.nodes if n.target in (aten.mm.default, aten.addmm.default)]
     COUNTED[:] = [len(products), len(found) - len(weights)]
@@ -27,12 +39,18 @@ def join(graph, weights):
 TRACING = Tracing(num_rows=3, tried_rows=(1, 3, 8), rewrite=join, simplify=simplify)
 
 
-def joined(model):
-    """Products and joined weights of a trace, which agrees with the model's own forward."""
-    runner = ModelRunner(model.eval(), None)
-    check_model(runner)
-    cache, ids = runner.attention_backend.cache, text_token_ids(model)
-    Trace(Traceable(runner.decode, cache, ids), TRACING)
+def traced(model, autocast_dtype=None, tracing=TRACING):
+    """A forward to trace, and its trace, which agrees with the model's own forward."""
+    runner = ModelRunner(model.eval(), autocast_dtype)
+    cache, ids = DecodeCache(runner.probe(), runner.device), text_token_ids(model)
+    dtype, precisely = runner.compute_dtype, runner.computing_in
+    own = Traceable(runner.decode, cache, ids, dtype, precisely)
+    return own, Trace(own, tracing)
+
+
+def joined(model, autocast_dtype=None):
+    """Products and joined weights of a trace."""
+    traced(model, autocast_dtype)
     return tuple(COUNTED)
 
 
@@ -63,3 +81,91 @@ def test_a_copy_has_one_product_for_query_key_and_value_and_one_for_gate_and_up(
     assert copied.differing() == []
     # A model's own weights lie apart.
     assert joined(trained) == (8, 0)
+
+
+BFLOAT16 = torch.bfloat16
+PRECISIONS = {
+    "as trained": Precision(None, None),
+    "autocast": Precision(BFLOAT16, None),
+    "a copy in bfloat16": Precision(None, BFLOAT16),
+}
+
+
+@pytest.fixture
+def own_products(monkeypatch):
+    """Have torch multiply bfloat16, as on a GPU."""
+    monkeypatch.setattr(few_row_linear, "multiplies_bfloat16", lambda: True)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_products_are_joined_and_no_weight_is_cast_in_any_precision(precision, tied, own_products):
+    trained = tiny_model("qwen3", tie_word_embeddings=tied)
+    copied = CopiedWeights(trained, precision, None)
+    assert joined(copied.module, precision.autocast_dtype) == (9, 4)
+    assert not CAST
+
+
+def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
+    cast = []
+
+    def count(graph, weights):
+        cast.append(len(graph.find_nodes(op="call_function", target=aten._to_copy.default)))
+        return weights
+
+    tracing = Tracing(3, (1, 3, 8), count, simplify)
+    precision = PRECISIONS["autocast"]
+    module = CopiedWeights(tiny_model("qwen3"), precision, None).module
+
+    def casts():
+        own, trace = traced(module, BFLOAT16, tracing)
+        for num_rows in (1, 5, 64):
+            inputs = example(num_rows, own.token_ids, own.cache.device)
+            with torch.no_grad():
+                expected = own.run(attend_to_new_token, *inputs)
+            assert torch.equal(trace(*inputs, attend_to_new_token), expected)
+        return cast[-1]
+
+    num_casts = casts()
+    monkeypatch.setattr(inductor, "merge_casts", lambda graph: None)
+    # Of query, key and value, and of gate and up, in two layers.
+    assert casts() - num_casts == 2 * (2 + 1)
+
+
+def test_a_merge_of_unequal_casts_is_refused(own_products, monkeypatch):
+    def merged(graph):
+        first = {}
+        for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+            key = str(node.kwargs), str(node.args[0].meta["val"].shape)
+            if (other := first.setdefault(key, node)) is not node:
+                node.replace_all_uses_with(other)
+
+    monkeypatch.setattr(inductor, "merge_casts", merged)
+    with pytest.raises(UntraceableError, match="it computes something else"):
+        joined(tiny_model("qwen3"), BFLOAT16)
+
+
+def writes_a_cast(rows):
+    first, second = rows.to(BFLOAT16), rows.to(BFLOAT16)
+    return first.add_(1) * second
+
+
+def writes_a_view(rows):
+    first, second = rows.to(BFLOAT16), rows.to(BFLOAT16)
+    first.view(-1).add_(1)
+    return first * second
+
+
+def writes_between(rows):
+    states = rows * 2
+    first = states.to(BFLOAT16)
+    states.view(-1).add_(1)
+    return first * states.to(BFLOAT16)
+
+
+@pytest.mark.parametrize("function", [writes_a_cast, writes_a_view, writes_between])
+def test_casts_of_which_one_is_written_are_not_merged(function):
+    rows = torch.arange(6.0).view(3, 2)
+    module, _ = inductor.trace_graph(function, rows)
+    graph = torch.fx.GraphModule(module, module.graph)
+    assert torch.equal(graph(rows), function(rows))

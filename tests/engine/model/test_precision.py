@@ -62,9 +62,9 @@ def test_a_copy_has_the_dtype_to_which_fsdp2_casts_parameters():
 def test_a_copy_stores_in_the_autocast_dtype_only_what_autocast_casts():
     linear, embedding = torch.nn.Linear(2, 2), torch.nn.Embedding(2, 2)
     autocast = Precision(BF16, None)
-    assert held_dtype([linear], F32, autocast) == BF16
-    assert held_dtype([linear, embedding], F32, autocast) == F32
-    assert held_dtype([torch.nn.LayerNorm(2)], F32, autocast) == F32
-    assert held_dtype([linear], torch.float64, autocast) == torch.float64
-    assert held_dtype([linear], torch.int64, Precision(None, BF16)) == torch.int64
-    assert held_dtype([embedding], F32, Precision(None, BF16)) == BF16
+    assert held_dtype(autocast, linear, F32) == BF16
+    assert held_dtype(autocast, embedding, F32) == F32
+    assert held_dtype(autocast, torch.nn.LayerNorm(2), F32) == F32
+    assert held_dtype(autocast, linear, torch.float64) == torch.float64
+    assert held_dtype(Precision(None, BF16), linear, torch.int64) == torch.int64
+    assert held_dtype(Precision(None, BF16), embedding, F32) == BF16
