@@ -130,8 +130,7 @@ class RolloutGenerator:
                 Greedy ones are equal, which is warned of: many models' own generation config is
                 greedy.
             max_new_tokens: one, or one per input; overrides the two above.
-            progress_bar: show sequences done, tokens per second and the longest sequence; None:
-                in a terminal or a notebook, until the end.
+            progress_bar: draw a bar; None: in a terminal or a notebook, and erase it at the end.
             record_timestamps: record the time at which each token was sampled.
             on_error: "raise", or "return" failed sequences with `status=FAILED`, those of an input
                 that is refused (too long, empty, not encodable) among them.

@@ -4,7 +4,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from tqdm.auto import tqdm
+# Text in notebooks too: each widget of tqdm.auto 4.70 leaves an empty line there.
+from tqdm import tqdm
 from tqdm.utils import ObjectWrapper
 
 from cb_rollout.engine.request import Request

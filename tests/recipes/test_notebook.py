@@ -41,8 +41,10 @@ def test_two_steps_in_a_kernel_show_the_rewards_and_the_report(
     (rewards,) = [o.data for o in outputs["train"] if o.output_type == "execute_result"]
     assert "<th>reward</th>" in rewards["text/html"]
     assert rewards["text/html"].count("<tr>") == 2
-    # A stream, or a widget where ipywidgets is installed.
-    assert "rollout: " in str(outputs["train"])
+    drawn = "".join(o.text for o in outputs["train"] if o.get("name") == "stderr")
+    assert "rollout:   0%" in drawn
+    _, erased, *_ = drawn.rpartition("rollout: ")[2].split("\r")
+    assert not erased.strip()
     (report,) = [o.data for o in outputs["show"] if o.output_type == "execute_result"]
     assert "srcdoc=" in report["text/html"]
     assert "Rollout report of run" in report["text/html"]
