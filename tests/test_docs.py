@@ -42,6 +42,7 @@ current_page = pytest.mark.parametrize("page", CURRENT_PAGES)
 # Settings of others that the pages name: transformers', FSDP's, TRL's, OpenAI's.
 FOREIGN_SETTINGS = {
     "callbacks",
+    "disable_tqdm",
     "experts_implementation",
     "is_decoder",
     "use_orig_params",

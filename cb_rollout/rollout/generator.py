@@ -12,7 +12,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
-from tqdm.auto import tqdm
 
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.checks import require_known
@@ -39,6 +38,7 @@ from cb_rollout.rollout.batches import (
     tag_rank,
 )
 from cb_rollout.rollout.distributed import create_group_watch
+from cb_rollout.rollout.progress import PROGRESS_SECONDS, ProgressBar
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.rollout.verification import DriftReport, rollout_drift
 from cb_rollout.types import GenerationOutput, SyncReport
@@ -46,9 +46,6 @@ from cb_rollout.weights import create_weight_sync, require_equal
 
 if TYPE_CHECKING:
     from cb_rollout.server import ServerHandle
-
-# Longest time between two updates of a progress bar.
-PROGRESS_SECONDS = 0.25
 
 # The model's attribute that holds the generator of `persistent_manager=True`.
 GENERATOR_ATTRIBUTE = "_cb_rollout_generator"
@@ -116,7 +113,7 @@ class RolloutGenerator:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         num_return_sequences: int | None = None,
         max_new_tokens: int | Sequence[int] | None = None,
-        progress_bar: bool = False,
+        progress_bar: bool | None = False,
         record_timestamps: bool = False,
         on_error: Literal["raise", "return"] = "raise",
         warmup: bool = False,
@@ -133,7 +130,7 @@ class RolloutGenerator:
                 Greedy ones are equal, which is warned of: many models' own generation config is
                 greedy.
             max_new_tokens: one, or one per input; overrides the two above.
-            progress_bar: show sequences done and tokens per second.
+            progress_bar: draw a bar; None: in a terminal or a notebook, and erase it at the end.
             record_timestamps: record the time at which each token was sampled.
             on_error: "raise", or "return" failed sequences with `status=FAILED`, those of an input
                 that is refused (too long, empty, not encodable) among them.
@@ -174,7 +171,7 @@ class RolloutGenerator:
         self,
         batches: Sequence[BatchArguments | None],
         rank: int,
-        progress_bar: bool = False,
+        progress_bar: bool | None = False,
         warmup: bool = False,
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
         """Run the batches of all processes that share a copy; return this rank's outputs."""
@@ -369,18 +366,16 @@ def measured(manager: Any) -> Iterator[dict[str, float]]:
 
 
 def _run(
-    manager: ContinuousBatchingManager, requests: list[Request], progress_bar: bool
+    manager: ContinuousBatchingManager, requests: list[Request], progress_bar: bool | None
 ) -> dict[str, GenerationOutput]:
     """Return the outputs by request id, in the order of `requests`; on an exception, abort all."""
     if not requests:
         return {}
     output_queue = OutputQueue()
     finished: dict[str, GenerationOutput] = {}
-    counters = manager.counters
-    tokens_before = counters.tokens_generated
     manager.require_can_wait()
     with (
-        tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar,
+        ProgressBar(manager, requests, finished, progress_bar) as bar,
         interrupts_deferred() as interrupts,
     ):
         try:
@@ -398,9 +393,8 @@ def _run(
                     if output is not None:
                         finished[output.request_id] = output
                         bar.update(1)
-                    if progress_bar:
-                        num_tokens = counters.tokens_generated - tokens_before
-                        bar.set_postfix(tokens=num_tokens, refresh=output is None)
+                    else:
+                        bar.refresh()
         except BaseException:
             # The abort restores the model's training flags before the caller gets the exception.
             manager.loop.abort([request.request_id for request in requests])
@@ -416,7 +410,7 @@ def generate_batch(
     generation_config: Any = None,
     continuous_batching_config: Any = None,
     record_timestamps: bool = False,
-    progress_bar: bool = True,
+    progress_bar: bool | None = True,
     persistent_manager: bool = False,
     warmup: bool = False,
     tokenizer: Any = None,
@@ -430,7 +424,7 @@ def generate_batch(
         generation_config: defaults of every request; None: the model's own.
         continuous_batching_config: a `RolloutConfig`, or transformers' own.
         record_timestamps: record the time at which each token was sampled.
-        progress_bar: show sequences done and tokens per second.
+        progress_bar: as in `RolloutGenerator.generate_batch`.
         persistent_manager: keep the manager on the model for the next call, which syncs the
             weights and reads no keys of this one.
         warmup: trace or compile decode steps before the first, and capture the CUDA graphs that are

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self
 
 import torch
-from tqdm.auto import tqdm
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
@@ -26,7 +25,8 @@ from cb_rollout.integrations.ray.manager import PoolManager
 from cb_rollout.integrations.ray.weight_update import WeightUpdate, packed
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.batches import batch_arguments, require_finished
-from cb_rollout.rollout.generator import PROGRESS_SECONDS, measured
+from cb_rollout.rollout.generator import measured
+from cb_rollout.rollout.progress import PROGRESS_SECONDS, ProgressBar
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.types import GenerationOutput, SyncReport
 
@@ -106,7 +106,7 @@ class RolloutPool:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         num_return_sequences: int | None = None,
         max_new_tokens: int | Sequence[int] | None = None,
-        progress_bar: bool = False,
+        progress_bar: bool | None = False,
         record_timestamps: bool = False,
         on_error: Literal["raise", "return"] = "raise",
     ) -> dict[str, GenerationOutput]:
@@ -244,10 +244,10 @@ class RolloutPool:
                 "module takes over."
             )
 
-    def _run(self, requests: list[Request], progress_bar: bool) -> dict[str, GenerationOutput]:
+    def _run(self, requests: list[Request], is_shown: bool | None) -> dict[str, GenerationOutput]:
         output_queue = OutputQueue()
         finished: dict[str, GenerationOutput] = {}
-        with tqdm(total=len(requests), desc="rollout", unit="seq", disable=not progress_bar) as bar:
+        with ProgressBar(self.manager, requests, finished, is_shown) as bar:
             try:
                 self.manager.submit(requests, output_queue)
                 while len(finished) < len(requests):
@@ -255,6 +255,8 @@ class RolloutPool:
                     if output is not None:
                         finished[output.request_id] = output
                         bar.update(1)
+                    else:
+                        bar.refresh()
             except BaseException:
                 self.manager.cancel_requests([request.request_id for request in requests])
                 raise

@@ -297,13 +297,14 @@ class GenerationBackend(TrainerCallback):
             ids = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
             assert [output.prompt_ids for output in outputs] == ids, "collected for others"
         else:
+            is_main = self._trainer.accelerator.is_main_process
+            bar = None if is_main and not self._trainer.args.disable_tqdm else False
+            settings: dict[str, Any] = {"sampling_params": sampling_params, "progress_bar": bar}
             # A pool's workers have no `warmup`.
-            settings: dict[str, Any] = {"warmup": True} if self._warms_up else {}
+            settings |= {"warmup": True} if self._warms_up else {}
             self._warms_up = False
             try:
-                batch = self.generator.generate_batch(
-                    prompts, sampling_params=sampling_params, **settings
-                )
+                batch = self.generator.generate_batch(prompts, **settings)
             except InvalidRequestError as error:
                 raise InvalidRequestError(
                     f"{error} Filter such prompts out of the data set; max_new_tokens is the "

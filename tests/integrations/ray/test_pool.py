@@ -157,6 +157,17 @@ def test_stop_strings_and_timestamps_come_back(pool):
         assert len(output.timestamps) == len(output.generated_tokens)
 
 
+def test_the_bar_shows_the_longest_sequence_of_all_workers(pool, capsys):
+    limits = [3, 7, 5]
+    params = SamplingParams(ignore_eos=True)
+    pool.generate_batch(
+        [[5], [6], [7]], sampling_params=params, max_new_tokens=limits, progress_bar=True
+    )
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert "3/3" in last
+    assert "longest=7" in last
+
+
 def test_conversations_find_their_keys_on_the_worker_that_sampled_them(pool):
     generator = torch.Generator().manual_seed(4)
     prompts = torch.randint(5, 30, (8, 70), generator=generator).tolist()
