@@ -22,6 +22,7 @@ from benchmarks.roofline.machine import (
 )
 from benchmarks.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.engine.attention.triton import launch
+from cb_rollout.tools.bench import step
 from cb_rollout.tools.bench.contenders import Contender
 from cb_rollout.tools.bench.workload import (
     TINY,
@@ -157,15 +158,19 @@ def test_grpo_steps_are_timed_in_trls_default_precision_with_the_paths_they_took
             trainers.append(trainer)
             super().__init__(trainer)
 
+    # As on a card.
+    on_card = lambda shape, device, _: create_model(shape, device).bfloat16()  # noqa: E731
+    monkeypatch.setattr(step, "create_ending_model", on_card)
     monkeypatch.setattr(grpo, "GrpoClock", Clock)
     monkeypatch.setattr(grpo, "SIZES", replace(sizes.TINY, sampled_mean=None))
     monkeypatch.setattr(gpu_bench, "DEVICE", "cpu")
     rows = list(gpu_bench.bench_grpo())
     assert [row["what"] for row in rows] == [
-        f"0.6B GRPO step {step} of 3, {path}"
+        f"0.6B GRPO step {number} of 3, {path}"
         for path in ("graphs", "graphs, compiled")
-        for step in (1, 2, 3)
+        for number in (1, 2, 3)
     ]
+    num_padded = TINY.num_sequences * (TINY.prompt_tokens[1] + TINY.longest_in_step)
     for trainer in trainers:
         assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
         assert trainer.accelerator.mixed_precision == "bf16"
@@ -175,7 +180,8 @@ def test_grpo_steps_are_timed_in_trls_default_precision_with_the_paths_they_took
         assert "CUDA graphs: on" in row["decode_path"]
         assert ("forwards: compiled" in row["decode_path"]) is row["what"].endswith(", compiled")
         assert 0 < row["sync_seconds"] < row["rollout_seconds"] < row["seconds"]
-        assert row["loss_tokens_computed"] == row["loss_tokens_useful"] > 0
+        assert 0 < row["loss_tokens_useful"] <= row["loss_tokens_computed"] < num_padded
+        assert row["prompts_shared"] > 0
         assert "sync" in gpu_bench.line(row)
 
 
