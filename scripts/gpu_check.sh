@@ -92,7 +92,8 @@ run() {
   else
     echo "== $name"
     # Into a file, because a pipe would wait for whatever a killed part started.
-    timeout --kill-after=2 "$((end - start))" "$@" >"$results/$name.txt" 2>&1 &
+    : >"$results/$name.txt"
+    timeout --kill-after=2 "$((end - start))" "$@" >>"$results/$name.txt" 2>&1 &
     tail -n +1 -s 0.2 -f --pid=$! "$results/$name.txt"
     wait $!
     status=$?

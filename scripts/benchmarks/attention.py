@@ -69,8 +69,10 @@ class _Step:
         if device.type == "cuda":
             num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._table = torch.randperm(rows * width, device=device).view(rows, width)
-        states = LayerSpec(*(TensorSpec((key_heads, size), DTYPE) for _ in range(2)))
-        self._layers = [DecodeLayer(index, states, device) for index in range(LAYERS)]
+        state = TensorSpec((key_heads, size), DTYPE)
+        self._layers = [
+            DecodeLayer(index, LayerSpec(state, state), device) for index in range(LAYERS)
+        ]
         slots = rows * width * BLOCK_SIZE
         self._pages = [
             torch.randn(slots, key_heads * size, dtype=DTYPE, device=device)

@@ -55,7 +55,7 @@ class GrpoClock(StepClock):
         print(self.steps[-1], flush=True)
 
     def on_log(
-        self, _: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **__: Any
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
         """Keep the loss's counts of tokens."""
         counts = {name: logs[key] for name, key in LOSS_COUNTS.items() if logs and key in logs}
