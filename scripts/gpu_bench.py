@@ -1,11 +1,12 @@
-"""Measure decode steps and rollouts on a CUDA device: bandwidth reached, and peers.
+"""Measure decode steps, GRPO steps and rollouts on a CUDA device: bandwidth reached, and peers.
 
     python scripts/gpu_bench.py --output gpu.json            # needs one CUDA device, no network
     python scripts/gpu_bench.py --shapes 8B --seconds 100
     python scripts/gpu_bench.py --parts peers vllm   # vLLM if CB_ROLLOUT_VLLM_PYTHON names one
 
-Models have Qwen3 shapes and random bfloat16 weights. Figures are medians unless they say otherwise;
-a part for which no time is left is named in the table as skipped.
+Models have Qwen3 shapes and random weights, in bfloat16 but for `grpo`. Figures are medians unless
+they say otherwise; a part for which no time is left is named in the table as skipped. The exit
+status is 1 if a part failed.
 """
 
 import argparse
@@ -15,11 +16,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.attention import bench_stages
 from benchmarks.peers.vllm_process import vllm_contenders
 from benchmarks.roofline.machine import bandwidth
 from benchmarks.sizes import MODELS, QWEN3
@@ -42,11 +45,9 @@ ROWS, PROMPT, GROUP = 256, 256, 8
 # them: prefill and start cancel out.
 SHORT, LONG = 16, 80
 
-# Of the bench of a model; only the smallest model runs beside peers.
-PARTS = ("decode", "lifecycle", "stages", "peers", "vllm")
-
-# Tiles of keys that the attention kernel has in flight.
-STAGES = (2, 3, 4, 5)
+# Of the bench of a model; only the smallest model trains, and runs beside peers.
+PARTS = ("decode", "lifecycle", "stages", "grpo", "peers", "vllm")
+SMALLEST_PARTS = {"grpo", "peers", "vllm"}
 
 # Lengths of the completions of a rollout.
 KINDS = ("equal", "tailed")
@@ -106,56 +107,39 @@ PATHS: dict[str, dict[str, Any]] = {
 }
 
 
-# By rows of the step: all paths on the smallest model, the main ones on the others.
-COMPARED = {
-    "0.6B": {ROWS: tuple(PATHS), 32: ("graphs", "gathered"), 1: ("graphs", "kernels")},
-    "4B": {ROWS: ("graphs", "graphs, compiled", "kernels"), 32: ("graphs",), 1: ("graphs",)},
-    "8B": {ROWS: ("graphs", "graphs, compiled", "kernels"), 32: ("graphs",), 1: ("graphs",)},
-}
+# Rows of the step and its path, in the order of their time: compiling a step takes longest. All
+# paths on the smallest model, the main ones on the others.
+MAIN_STEPS = (
+    *((ROWS, "graphs"), (32, "graphs"), (1, "graphs")),
+    *((ROWS, "graphs, compiled"), (ROWS, "kernels")),
+)
+OTHER_STEPS = ((1, "kernels"), (32, "gathered"), (ROWS, "gathered"), (ROWS, "graphs, none ahead"))
+COMPARED = {"0.6B": MAIN_STEPS + OTHER_STEPS, "4B": MAIN_STEPS, "8B": MAIN_STEPS}
 
 
 def bench_decode(shape: str, model: Any, peak: float) -> Rows:
     """Time decode steps on each path: CUDA graphs, compiled and not, kernels, gathered."""
-    for rows, compared in COMPARED[shape].items():
-        for path in compared:
-            with generator_of(model, **PATHS[path]) as generator:
-                engine = generator.manager.engine
-                if path == "gathered":
-                    engine._runner.attention_backend = None
-                step = statistics.median(decode_step(generator, rows, 3))
-                moved = bytes_per_step(model, rows, engine.layout.bytes_per_token)
-                yield {
-                    "what": f"{shape} decode, {rows} rows, {path}",
-                    "step_ms": 1000 * step,
-                    "tokens_per_second": rows / step,
-                    "share_of_bandwidth": moved / step / peak,
-                }
-
-
-def bench_stages(shape: str, model: Any, peak: float) -> Rows:
-    """Time decode steps with more tiles of keys in flight in the attention kernel."""
-    from cb_rollout.engine.attention.triton import launch
-
-    before = launch.NUM_STAGES
-    for stages in STAGES:
-        launch.NUM_STAGES = stages
-        try:
-            with generator_of(model, use_cuda_graph=True, max_requests_per_batch=ROWS) as generator:
-                step = statistics.median(decode_step(generator, ROWS, 3))
-                per_token = generator.manager.engine.layout.bytes_per_token
-        finally:
-            launch.NUM_STAGES = before
-        yield {
-            "what": f"{shape} decode, {ROWS} rows, {stages} stages",
-            "step_ms": 1000 * step,
-            "share_of_bandwidth": bytes_per_step(model, ROWS, per_token) / step / peak,
-        }
+    for rows, path in COMPARED[shape]:
+        # No larger graph is captured.
+        with generator_of(model, max_requests_per_batch=rows, **PATHS[path]) as generator:
+            engine = generator.manager.engine
+            if path == "gathered":
+                engine._runner.attention_backend = None
+            step = statistics.median(decode_step(generator, rows, 3))
+            moved = bytes_per_step(model, rows, engine.layout.bytes_per_token)
+            yield {
+                "what": f"{shape} decode, {rows} rows, {path}",
+                "step_ms": 1000 * step,
+                "tokens_per_second": rows / step,
+                "share_of_bandwidth": moved / step / peak,
+            }
 
 
 def bench_lifecycle(shape: str, model: Any) -> Rows:
     """Time a weight sync that keeps its graphs, and sleep and wake of a large pool."""
     inputs, params = prompts(model, 1), SamplingParams(ignore_eos=True, max_new_tokens=4)
-    with generator_of(model, use_cuda_graph=True) as generator:
+    settings = {"max_requests_per_batch": GROUP, **PATHS["graphs"]}
+    with generator_of(model, **settings) as generator:
         generator.generate_batch(inputs, sampling_params=params)
         graphs = generator.manager.engine._graphs.num_graphs
         syncs = [timed(generator.sync_weights) for _ in range(9)]
@@ -164,7 +148,7 @@ def bench_lifecycle(shape: str, model: Any) -> Rows:
         yield {"what": f"{shape} sync_weights, graphs kept", "ms": 1000 * statistics.median(syncs)}
         per_block = generator.manager.engine.layout.bytes_per_token * 32
     gib = min(40, int(torch.cuda.mem_get_info()[0] / GIB * 0.8))
-    with generator_of(model, use_cuda_graph=True, num_blocks=gib * GIB // per_block) as generator:
+    with generator_of(model, num_blocks=gib * GIB // per_block, **settings) as generator:
         run = lambda: generator.generate_batch(inputs, sampling_params=params)  # noqa: E731
         run()
         awake = statistics.median(timed(run) for _ in range(3))
@@ -186,6 +170,16 @@ def rollout_workload(model: Any, kind: str) -> Workload:
     is_equal = kind == "equal"
     tailed = long_tailed_lengths(random.Random(0), len(inputs), 5.0, 1024)
     return Workload(inputs, [64] * len(inputs) if is_equal else tailed)
+
+
+def bench_grpo() -> Rows:
+    """Time GRPO steps of the smallest model: by graphs, then by compiled ones."""
+    # TRL and datasets may be missing.
+    from benchmarks import grpo
+
+    for path in ("graphs", "graphs, compiled"):
+        for row in grpo.bench_grpo(grpo.SIZES, DEVICE, **PATHS[path]):
+            yield row | {"what": f"0.6B {row['what']}, {path}"}
 
 
 def bench_peers(model: Any) -> Rows:
@@ -218,7 +212,7 @@ def bench_rollout(model: Any, kind: str, contenders: dict[str, Contender]) -> Ro
         try:
             taken = rollout_seconds(made, model, workload, warm_ups)
         except Exception as error:  # noqa: BLE001 - the others go on
-            yield {"what": what, "note": f"{type(error).__name__}: {error}"}
+            yield {"what": what, "error": f"{type(error).__name__}: {error}"}
             continue
         per_second = workload.num_tokens / taken
         yield {"what": what, "seconds": taken, "tokens_per_second": per_second}
@@ -237,28 +231,34 @@ def line(row: dict[str, Any]) -> str:
     figures = {
         "step_ms": "{:8.2f} ms/step", "ms": "{:8.2f} ms", "seconds": "{:8.2f} s",
         "tokens_per_second": "{:10,.0f} tokens/s", "share_of_bandwidth": "{:5.0%} of bandwidth",
+        "rollout_seconds": "rollout {:.2f} s", "loss_seconds": "loss {:.2f} s",
+        "sync_seconds": "sync {:.3f} s", "graphs": "{} graphs",
     }  # fmt: skip
     shown = [text.format(row[name]) for name, text in figures.items() if name in row]
-    return f"{row['what']:<66}{'  '.join(shown) or row['note']}"
+    return f"{row['what']:<66}{'  '.join(shown) or row.get('error') or row['note']}"
 
 
-def parts(shape: str, model: Any, peak: float) -> dict[str, Callable[[], Rows]]:
+def parts(shape: str, peak: float) -> dict[str, Callable[[], Rows]]:
     """Return the parts of a model's bench, the most robust first."""
+    model = cache(partial(create_model, QWEN3[shape], DEVICE))
     measured: dict[str, Callable[[], Rows]] = {
-        "decode": lambda: bench_decode(shape, model, peak),
-        "lifecycle": lambda: bench_lifecycle(shape, model),
-        "stages": lambda: bench_stages(shape, model, peak),
+        "decode": lambda: bench_decode(shape, model(), peak),
+        "lifecycle": lambda: bench_lifecycle(shape, model()),
+        "stages": lambda: bench_stages(shape, QWEN3[shape], DEVICE, peak),
     }
     if shape == "0.6B":
-        measured |= {"peers": lambda: bench_peers(model), "vllm": lambda: bench_vllm(model)}
+        measured |= {
+            "grpo": bench_grpo,
+            "peers": lambda: bench_peers(model()),
+            "vllm": lambda: bench_vllm(model()),
+        }
     return measured
 
 
 def bench_shape(shape: str, peak: float, deadline: float, chosen: Sequence[str]) -> Rows:
     """Run the parts of one model until the deadline; a part that fails is a row of the table."""
     torch.cuda.reset_peak_memory_stats()
-    model = create_model(QWEN3[shape], DEVICE)
-    for name, measure in parts(shape, model, peak).items():
+    for name, measure in parts(shape, peak).items():
         if name not in chosen:
             continue
         if time.perf_counter() > deadline:
@@ -267,9 +267,16 @@ def bench_shape(shape: str, peak: float, deadline: float, chosen: Sequence[str])
         try:
             yield from measure()
         except Exception as error:  # noqa: BLE001 - the other parts go on
-            yield {"what": f"{shape} {name}", "note": f"{type(error).__name__}: {error}"}
+            yield {"what": f"{shape} {name}", "error": f"{type(error).__name__}: {error}"}
     peak_gib = torch.cuda.max_memory_allocated() / GIB
     yield {"what": f"{shape} peak memory", "note": f"{peak_gib:.1f} GiB allocated"}
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write JSON that is whole whenever this process is killed."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(path)
 
 
 def main() -> None:
@@ -287,16 +294,18 @@ def main() -> None:
     machine, peak = describe_machine(DEVICE), bandwidth(MODELS["0.6b"].copied_bytes, DEVICE)
     record = machine | {"copy_bytes_per_second": peak, "rows": rows}
     print(machine, f"copy bandwidth {peak / 1e12:.2f} TB/s", sep="\n")
-    shapes = ["0.6B"] if {"peers", "vllm"}.issuperset(options.parts) else options.shapes
+    shapes = ["0.6B"] if SMALLEST_PARTS.issuperset(options.parts) else options.shapes
     for shape in shapes:
         for row in bench_shape(shape, peak, deadline, options.parts):
             # Written at once, since a later row may run out of time.
             rows.append(row)
             print(line(row), flush=True)
             if options.output:
-                options.output.write_text(json.dumps(record, indent=2) + "\n")
+                write(options.output, record)
         torch.cuda.empty_cache()
     print("", *map(line, rows), sep="\n")
+    if any("error" in row for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

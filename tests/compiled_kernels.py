@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for a GPU that need not be there; prints what came out as JSON.
 
 python tests/compiled_kernels.py 90    # for compute capability 9.0
-python tests/compiled_kernels.py 90 3    # with three tiles of keys in flight
+python tests/compiled_kernels.py 90 5    # with five stages in every loop over keys
 """
 
 import json
@@ -33,7 +33,7 @@ from cb_rollout.engine.cuda_graphs.inputs import GraphInputs
 from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
-ROWS, STRETCHES = 4, 66
+FEW_ROWS, MANY_ROWS, STRETCHES = 4, 32, 66
 FORMS = {
     # Query heads, key heads, size of a key and of a value, dtype; window, cap, sinks.
     "Qwen3-8B": ((32, 8, 128, 128, BF16), (None, None, False)),
@@ -60,11 +60,11 @@ def multiply(num_rows, num_groups, size, num_columns, dtype):
     grouped_product(torch.empty(num_rows, size, dtype=dtype), weights, ends)
 
 
-def decode(sizes, asked, is_shared):
+def decode(sizes, asked, is_shared, num_rows):
     """What one layer launches in a decode step."""
     heads, key_heads, key_size, value_size, dtype = sizes
     window, softcap, has_sinks = asked
-    ints = torch.ones(ROWS, dtype=torch.int32)
+    ints = torch.ones(num_rows, dtype=torch.int32)
     states = (TensorSpec((key_heads, size), dtype) for size in (key_size, value_size))
     layer = DecodeLayer(0, LayerSpec(*states), torch.device("cpu"))
     tiles = {}
@@ -77,7 +77,7 @@ def decode(sizes, asked, is_shared):
     )
     sinks = torch.zeros(heads, dtype=dtype) if has_sinks else None
     queries, keys, values = (
-        torch.zeros(ROWS, *shape, dtype=dtype)
+        torch.zeros(num_rows, *shape, dtype=dtype)
         for shape in ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
     )
     write(keys, values, layer, metadata)
@@ -89,9 +89,9 @@ def decode(sizes, asked, is_shared):
 
 # Rows, vocabulary, dtype of the logits, and tokens that are never sampled.
 SAMPLERS = {
-    "Qwen3-8B": (ROWS, 151936, BF16, (151655, 151656)),
-    "odd vocabulary": (ROWS, 50257, FP32, ()),
-    "small vocabulary": (ROWS, 1000, torch.float16, ()),
+    "Qwen3-8B": (FEW_ROWS, 151936, BF16, (151655, 151656)),
+    "odd vocabulary": (FEW_ROWS, 50257, FP32, ()),
+    "small vocabulary": (FEW_ROWS, 1000, torch.float16, ()),
 }
 
 
@@ -122,6 +122,9 @@ def main(capability):
             made.append(
                 {
                     "kernel": kernel.__name__,
+                    "rows": args[0].shape[0],
+                    "stages": kwargs.get("num_stages"),
+                    "splits own keys": not (kwargs.get("IS_WHOLE") or kwargs.get("IS_SHARED")),
                     "bytes": len(binary.asm["cubin"]),
                     "shared": binary.metadata.shared,
                     "wide copies": binary.asm["ptx"].count("cp.async.cg"),
@@ -142,8 +145,9 @@ def main(capability):
     JITFunction.__getitem__ = compiled
     for form, (sizes, asked) in FORMS.items():
         num_before = len(made)
-        for is_shared in (False, True):
-            decode(sizes, asked, is_shared)
+        for num_rows in (FEW_ROWS, MANY_ROWS):
+            for is_shared in (False, True):
+                decode(sizes, asked, is_shared, num_rows)
         made[num_before:] = [one | {"form": form} for one in made[num_before:]]
     for form, sizes in PRODUCTS.items():
         multiply(*sizes)
@@ -156,5 +160,6 @@ def main(capability):
 
 
 if __name__ == "__main__":
-    launch.NUM_STAGES = int(sys.argv[2]) if len(sys.argv) > 2 else launch.NUM_STAGES
+    if len(sys.argv) > 2:
+        launch.num_stages = lambda *_, **__: int(sys.argv[2])
     main(int(sys.argv[1]))

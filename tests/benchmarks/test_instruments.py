@@ -1,11 +1,15 @@
+import json
+import sys
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
+from benchmarks import attention, grpo, sizes
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE
 from benchmarks.profile import WrappedFunction, wrapped
 from benchmarks.roofline import machine
@@ -17,6 +21,8 @@ from benchmarks.roofline.machine import (
     products_seconds,
 )
 from benchmarks.scaling import LONGEST_TURN_SECONDS, _is_feasible
+from cb_rollout.engine.attention.triton import launch
+from cb_rollout.tools.bench import step
 from cb_rollout.tools.bench.contenders import Contender
 from cb_rollout.tools.bench.workload import (
     TINY,
@@ -110,13 +116,12 @@ def small_gpu_bench(monkeypatch):
 @pytest.mark.slow
 def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypatch):
     pretend_cuda(monkeypatch)
-    compared = {2: tuple(gpu_bench.PATHS), 1: gpu_bench.COMPARED["0.6B"][1]}
-    monkeypatch.setitem(gpu_bench.COMPARED, "0.6B", compared)
+    steps = [(min(num_rows, 2), path) for num_rows, path in gpu_bench.COMPARED["0.6B"]]
+    assert {path for _, path in steps} == gpu_bench.PATHS.keys()
+    monkeypatch.setitem(gpu_bench.COMPARED, "0.6B", steps)
     rows = list(gpu_bench.bench_decode("0.6B", small_gpu_bench, peak=1e9))
     assert [row["what"] for row in rows] == [
-        f"0.6B decode, {num_rows} rows, {path}"
-        for num_rows in compared
-        for path in compared[num_rows]
+        f"0.6B decode, {num_rows} rows, {path}" for num_rows, path in steps
     ]
     assert all("ms/step" in gpu_bench.line(row) for row in rows)
 
@@ -140,6 +145,100 @@ def test_a_rollout_is_timed_beside_the_peers_on_a_gpu_and_one_that_fails_stops_n
     assert gpu_bench.line(rows[1]).endswith("RuntimeError: no such attention")
     assert all(row["tokens_per_second"] > 0 for row in rows[:1] + rows[2:])
     assert list(gpu_bench.bench_vllm(small_gpu_bench)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_grpo_steps_are_timed_in_trls_default_precision_with_the_paths_they_took(monkeypatch):
+    pretend_cuda(monkeypatch)
+    trainers = []
+
+    class Clock(grpo.GrpoClock):
+        def __init__(self, trainer):
+            trainers.append(trainer)
+            super().__init__(trainer)
+
+    # As on a card.
+    on_card = lambda shape, device, _: create_model(shape, device).bfloat16()  # noqa: E731
+    monkeypatch.setattr(step, "create_ending_model", on_card)
+    monkeypatch.setattr(grpo, "GrpoClock", Clock)
+    monkeypatch.setattr(grpo, "SIZES", replace(sizes.TINY, sampled_mean=None))
+    monkeypatch.setattr(gpu_bench, "DEVICE", "cpu")
+    rows = list(gpu_bench.bench_grpo())
+    assert [row["what"] for row in rows] == [
+        f"0.6B GRPO step {number} of 3, {path}"
+        for path in ("graphs", "graphs, compiled")
+        for number in (1, 2, 3)
+    ]
+    num_padded = TINY.num_sequences * (TINY.prompt_tokens[1] + TINY.longest_in_step)
+    for trainer in trainers:
+        assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+        assert trainer.accelerator.mixed_precision == "bf16"
+        assert trainer.state.global_step == 3
+    for row in rows:
+        assert row["graphs"] > 0
+        assert "CUDA graphs: on" in row["decode_path"]
+        assert ("forwards: compiled" in row["decode_path"]) is row["what"].endswith(", compiled")
+        assert 0 < row["sync_seconds"] < row["rollout_seconds"] < row["seconds"]
+        assert 0 < row["loss_tokens_useful"] <= row["loss_tokens_computed"] < num_padded
+        assert row["prompts_shared"] > 0
+        assert "sync" in gpu_bench.line(row)
+
+
+@pytest.mark.slow
+def test_attention_is_timed_alone_by_its_stages(monkeypatch):
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(attention, "LAYERS", 2)
+    monkeypatch.setattr(attention, "REPLAYS", 1)
+    compiled, attend = [], launch.attend_kernel
+
+    class Watched:
+        def __getitem__(self, grid):
+            def run(*arguments, **named):
+                compiled.append(named["num_stages"])
+                return attend[grid](*arguments, **named)
+
+            return run
+
+    monkeypatch.setattr(launch, "attend_kernel", Watched())
+    steps = ((1, 1200), (2, 30))
+    rows = list(attention.bench_stages("0.6B", TINY.shape, "cpu", 1e9, steps))
+    assert [row["what"] for row in rows] == [
+        f"0.6B attention, {num_rows} x {tokens} tokens, {stages} stages"
+        for num_rows, tokens in steps
+        for stages in attention.STAGES
+    ]
+    # No other stages are left behind, and each is compiled.
+    assert list(dict.fromkeys(compiled)) == list(attention.STAGES)
+    assert launch.num_stages(1, is_split=True) == 3
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_a_part_that_fails_is_a_row_and_an_exit_status_and_the_record_stays_whole(
+    monkeypatch, tmp_path
+):
+    def parts(shape, peak):
+        return {"decode": lambda: iter([{"what": "step", "note": "fine"}]), "lifecycle": fail}
+
+    def fail():
+        raise RuntimeError("no such device")
+
+    output = tmp_path / "out.json"
+    told = ["gpu_bench.py", "--shapes", "8B", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", told)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(gpu_bench, "describe_machine", lambda device: {})
+    monkeypatch.setattr(gpu_bench, "bandwidth", lambda *_: 1e12)
+    monkeypatch.setattr(gpu_bench, "parts", parts)
+    with pytest.raises(SystemExit) as ended:
+        gpu_bench.main()
+    assert ended.value.code == 1
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["what"] for row in rows] == ["step", "8B lifecycle", "8B peak memory"]
+    assert rows[1]["error"] == "RuntimeError: no such device"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_a_step_must_read_weights_and_keys():

@@ -162,7 +162,7 @@ def bench_batch(
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in paths}
     for repetition in range(repetitions):
         for name, path in paths.items():
-            steps[name].append(_timed_step(trainer_of, path, create_clock))
+            steps[name].append(timed_step(trainer_of, path, create_clock))
             seconds = steps[name][-1]["seconds"]
             turn = f"{repetition + 1}/{repetitions}"
             print(f"  {batch} {turn} {name:<32}{seconds:.2f} s", flush=True)
@@ -175,7 +175,7 @@ def bench_batch(
     }
 
 
-def _timed_step(
+def timed_step(
     trainer_of: Callable[[GenerationPath, str], GRPOTrainer],
     path: GenerationPath,
     create_clock: Callable[[Any], StepClock],
@@ -202,17 +202,18 @@ def create_trainer(setup: Setup, path: GenerationPath, folder: str) -> GRPOTrain
     """Create a trainer of a random model, two steps long."""
     sizes, is_cpu = setup.sizes, setup.device == "cpu"
     return GRPOTrainer(
-        model=create_ending_model(sizes.shape, setup.device, sizes.sampled_mean),
+        # As TRL loads a model; on a GPU bf16 is autocast.
+        model=create_ending_model(sizes.shape, setup.device, sizes.sampled_mean).float(),
         reward_funcs=lambda completions, **_: [len(c) % 7 for c in completions],
-        args=GRPOConfig(
-            output_dir=folder, max_steps=2, report_to=[],
-            bf16=not is_cpu, use_cpu=is_cpu,
-            per_device_train_batch_size=sizes.num_sequences,
-            num_generations=sizes.num_completions,
-            max_completion_length=sizes.longest_in_step, learning_rate=1e-6,
-            disable_tqdm=True, save_strategy="no", logging_strategy="no", beta=0.0,
-            shuffle_dataset=False, **{CHECKPOINTING: False}, **path.trl,
-        ),
+        args=GRPOConfig(**{
+            "output_dir": folder, "max_steps": 2, "report_to": [],
+            "bf16": not is_cpu, "use_cpu": is_cpu,
+            "per_device_train_batch_size": sizes.num_sequences,
+            "num_generations": sizes.num_completions,
+            "max_completion_length": sizes.longest_in_step, "learning_rate": 1e-6,
+            "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no", "beta": 0.0,
+            "shuffle_dataset": False, CHECKPOINTING: False, **path.trl,
+        }),
         train_dataset=Dataset.from_list(_rows(sizes)),
         processing_class=word_tokenizer(sizes.shape["vocab_size"]),
     )  # fmt: skip

@@ -40,8 +40,8 @@ class Sizes:
     """Maximum of a long-tailed length, in tokens."""
     equal_tokens: int = 64
     """Length of every completion with equal lengths."""
-    sampled_mean: int = 50
-    """Mean length where the model ends completions itself."""
+    sampled_mean: int | None = 50
+    """Mean length where the model ends completions itself; None: it ends none."""
     longest_in_step: int = 256
     """Maximum length of a completion in a GRPO step."""
 
@@ -164,12 +164,15 @@ def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:
 
 
 @torch.no_grad()
-def create_ending_model(shape: dict[str, Any], device: str, mean_length: int) -> Any:
+def create_ending_model(shape: dict[str, Any], device: str, mean_length: int | None) -> Any:
     """Create a model that samples EOS by itself after `mean_length` tokens on average.
 
     EOS is about equally likely after every token, so lengths are geometric: one coordinate of the
-    residual stream is made constant, and only the logit of EOS reads it.
+    residual stream is made constant, and only the logit of EOS reads it. `mean_length` of None:
+    random weights, which end no completion.
     """
+    if mean_length is None:
+        return create_model(shape, device)
     model = create_model(shape, device, tie_word_embeddings=False)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
     model.model.embed_tokens.weight[:, 0] = 1.0

@@ -186,6 +186,24 @@ def test_a_group_larger_than_a_tile_gets_several():
     check(pages, AttentionSpec(0.3), heads_per_key=10, has_tiles=True)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_stretches", "expected"), [(8, 6, 3), (9, 6, 2), (8, 0, 2)]
+)
+def test_few_rows_that_are_split_have_a_third_stage(num_rows, num_stretches, expected, monkeypatch):
+    torch.manual_seed(0)
+    choose, chosen = launch.num_stages, []
+
+    def num_stages(*arguments, **named):
+        chosen.append(choose(*arguments, **named))
+        return chosen[-1]
+
+    monkeypatch.setattr(launch, "num_stages", num_stages)
+    lengths, sizes = [40 + row for row in range(num_rows)], (16, 16)
+    pages = Pages(lengths, [], key_heads=1, sizes=sizes, block_size=4, dtype=torch.float32)
+    check(pages, AttentionSpec(0.3), heads_per_key=2, num_stretches=num_stretches, interval=4)
+    assert chosen == [expected]
+
+
 @pytest.mark.parametrize("size", [96, 256])
 def test_large_heads_fit(size):
     torch.manual_seed(size)

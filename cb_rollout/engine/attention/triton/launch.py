@@ -47,8 +47,8 @@ SHARED_TILE_ROWS, WIDE_SHARED_TILE_ROWS = 64, 32
 # shared tiles of large heads. A program that attends over all keys of a row spills with more.
 NUM_WARPS, WIDE_NUM_WARPS = 4, 8
 
-# Tiles of keys in flight: `scripts/gpu_bench.py --parts stages` times others on a card.
-NUM_STAGES = 2
+# Stages of the loop over keys: `scripts/gpu_bench.py --parts stages` times others on a card.
+NUM_STAGES, FEW_ROW_STAGES, FEW_ROWS = 2, 3, 8
 
 # More keys at a time would leave a short row's tile half empty.
 MAX_TILE_KEYS = 128
@@ -109,6 +109,16 @@ def shared_rows(heads_per_key: int, layer: DecodeLayer) -> int:
     is_wide = max(layer.key_size, layer.value_size) > 128 or _is_single(layer)
     tile_rows = WIDE_SHARED_TILE_ROWS if is_wide else SHARED_TILE_ROWS
     return max(1, tile_rows // heads_per_key)
+
+
+def num_stages(num_rows: int, *, is_split: bool) -> int:
+    """Return the stages of the loop over rows' own keys.
+
+    Modelled, not measured: with two, a tile waits for its block ids before its keys; three read
+    the ids a tile ahead, but an H100's processor then holds four programs, not five. Few rows that
+    are split launch about four programs a processor. Many rows launch more, which hide the wait.
+    """
+    return FEW_ROW_STAGES if is_split and num_rows <= FEW_ROWS else NUM_STAGES
 
 
 def write(
@@ -224,7 +234,7 @@ def _launch_attend(
         KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
         VALUE_WIDTH=triton.next_power_of_2(max(E, MIN_TILE_ROWS)),
         num_warps=WIDE_NUM_WARPS if work and is_wide else NUM_WARPS,
-        num_stages=NUM_STAGES,
+        num_stages=num_stages(B, is_split=work is not None and not is_shared),
     )
 
 
