@@ -47,13 +47,7 @@ from cb_rollout.engine.sampling.sampler import create_token_sampler
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
-from cb_rollout.engine.spec_decode.ngram import (
-    CPU_COST,
-    GPU_COST,
-    MAX_DRAFT_ROWS,
-    NgramProposer,
-    can_draft,
-)
+from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -105,8 +99,8 @@ class Engine:
         self.training = TrainingMemory(self.trained, model, self.device, optimizer, reserve_gib)
         self._history = CompletionHistory()
         never_sampled = multimodal.never_sampled_token_ids(model)
-        cost = CPU_COST if self.device.type == "cpu" else GPU_COST
-        self._proposer = NgramProposer(config.num_speculative_tokens, never_sampled, cost)
+        max_tokens, kind = config.num_speculative_tokens, self.device.type
+        self._proposer = NgramProposer(max_tokens, never_sampled, kind)
         with devices.plain_modes(), self._computing():
             self._probe()
         saver = create_saver(self.device)

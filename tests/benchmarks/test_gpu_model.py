@@ -35,7 +35,7 @@ from benchmarks.roofline.stretches import STEPS, Programs, cut_by_list
 from benchmarks.roofline.tensors import DEVICE, CudaTensor
 from benchmarks.roofline.vllm_kernels import LayerSizes, vllm_step
 from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
-from cb_rollout.engine.spec_decode.ngram import GPU_COST
+from cb_rollout.engine.spec_decode.ngram import STEP_COSTS
 from cb_rollout.tools.bench.workload import TINY, create_model
 
 pytest.importorskip("triton")
@@ -298,4 +298,4 @@ def test_the_cost_of_a_step_that_drafts_are_held_against_is_the_modelled_one():
     decodes = json.loads(record.read_text())["results"]["decode of 0.6B on H100, modelled"]
     one, many = (decodes[f"{count} x 300 tokens, cb_rollout"]["milliseconds"] for count in (1, 32))
     per_row = (many - one) / 31
-    assert pytest.approx(one / per_row - 1, rel=0.1) == GPU_COST.step
+    assert pytest.approx(one / per_row - 1, rel=0.1) == STEP_COSTS["cuda"].step

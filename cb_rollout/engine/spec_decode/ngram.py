@@ -36,12 +36,10 @@ class StepCost(NamedTuple):
     """Time that a step with drafts adds beside its rows."""
 
 
-# Measured, of the demo's model and of the bench's.
-CPU_COST = StepCost(48, 0)
-
-# The step of 0.6B on an H100, as `scripts/bench.py gpu_model` models it. Drafts have it launched
-# after the last one's tokens are read, and sampled outside its graph: an estimated 0.5 ms.
-GPU_COST = StepCost(180, 40)
+# By type of device. A CPU: measured, of the demo's model and of the bench's. A GPU: of 0.6B on an
+# H100, as `scripts/bench.py gpu_model` models it; a step with drafts is launched after the last
+# one's tokens are read, and sampled outside its graph: an estimated 0.5 ms.
+STEP_COSTS = {"cpu": StepCost(48, 0), "cuda": StepCost(180, 40)}
 
 # Acceptance rate below which not even one token is drafted: the step's bookkeeping costs more.
 MIN_RATE = 0.08
@@ -218,15 +216,12 @@ class NgramProposer:
     """Drafts tokens for the sequences of an engine."""
 
     def __init__(
-        self,
-        max_tokens: int | None,
-        never_sampled: Sequence[int] = (),
-        cost: StepCost = CPU_COST,
+        self, max_tokens: int | None, never_sampled: Sequence[int] = (), device_type: str = "cpu"
     ) -> None:
         """Draft at most `max_tokens` for a sequence, without `never_sampled`; None: the default."""
         self._never_sampled = frozenset(never_sampled)
         self._max_tokens = MAX_DRAFT_TOKENS if max_tokens is None else max_tokens
-        self._cost = cost
+        self.cost = STEP_COSTS.get(device_type, STEP_COSTS["cpu"])
         self._proposed: list[tuple[Request, int, Draft]] = []
         """Latest drafts, run or not, each with its sequence and the tokens of this at that time."""
         self._groups: WeakValueDictionary[int, GroupDrafts] = WeakValueDictionary()
@@ -259,18 +254,18 @@ class NgramProposer:
         The last proposal is compared with what was sampled since, whether or not it ran.
         """
         for request, num_tokens, draft in self._proposed:
-            sampled = request.token_ids[num_tokens:]
-            tried = draft._replace(tokens=draft.tokens[: len(sampled)])
-            self.record(request, tried, _num_equal(tried.tokens, sampled))
+            pairs = list(zip(draft.tokens, request.token_ids[num_tokens:], strict=False))
+            num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            self.record(request, draft._replace(tokens=draft.tokens[: len(pairs)]), num_right)
         self._proposed = []
         if not 0 < len(running) <= MAX_DRAFT_ROWS // 2 or not self._max_tokens:
             return []
         if any(r.is_adjusted or r.params.top_logprobs for r in running):
             return []
         # A further row is worth its time if it gives as many tokens as the step's time gives.
-        worth = len(running) / (self._cost.step + len(running))
+        worth = len(running) / (self.cost.step + len(running))
         weights = _weights(running)
-        num_spare, gain = MAX_DRAFT_ROWS - len(running), -worth * self._cost.drafted
+        num_spare, gain = MAX_DRAFT_ROWS - len(running), -worth * self.cost.drafted
         drafts = [NO_DRAFT] * len(running)
         # The longest first: the rollout ends with them.
         for index in sorted(range(len(running)), key=weights.__getitem__, reverse=True):
@@ -319,11 +314,6 @@ class NgramProposer:
         share = num_right / min(len(draft.tokens), num_right + 1)
         for rates in (self.rates, *([request.drafts.rates] if request.drafts else [])):
             rates[draft.source] += LEARNING_RATE * (share - rates[draft.source])
-
-
-def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    pairs = zip(draft, sampled, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(draft), len(sampled)))
 
 
 def _weights(running: Sequence[Request]) -> list[float]:

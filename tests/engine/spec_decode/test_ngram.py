@@ -9,7 +9,6 @@ from cb_rollout.config.enums import DraftSource
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.spec_decode.ngram import (
-    GPU_COST,
     INITIAL_RATE,
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
@@ -172,7 +171,8 @@ def test_drafts_become_longer_with_the_acceptance_rate():
 
 
 def test_a_draft_that_did_not_run_is_compared_with_what_was_sampled():
-    proposer = NgramProposer(4, cost=StepCost(step=48, drafted=10_000))
+    proposer = NgramProposer(4)
+    proposer.cost = StepCost(step=48, drafted=10_000)
     looping = request([1, 2, 3] * 4)
     proposer.track([looping])
     for token in [1, 2, 3] * 4:
@@ -188,7 +188,7 @@ def test_a_draft_that_did_not_run_is_compared_with_what_was_sampled():
 def test_drafts_together_are_worth_the_time_that_they_add_to_a_step():
     """A GPU's eight rows give up more by a step that is not launched ahead than one row does."""
     for num_rows, rate, is_worth in ((1, 0.5, True), (8, 0.5, False), (8, 0.95, True)):
-        proposer = NgramProposer(7, cost=GPU_COST)
+        proposer = NgramProposer(7, device_type="cuda")
         running = [request([1, 2, 3] * 4 + [row]) for row in range(10, 17)]
         running = [request([1, 2, 3] * 4), *running][:num_rows]
         proposer.track(running)
