@@ -20,17 +20,12 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.sizing import workspace_bytes_per_request
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
-from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
+from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.engine.model.precision import Precision, rollout_precision
 from cb_rollout.errors import ConfigurationError, WeightSyncError, error_text
+from cb_rollout.weights import cast_base
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import SharedWeights, WeightSynchronizer, require_equal
-from cb_rollout.weights.cast_base import (
-    CastBaseWeights,
-    can_be_mirrored,
-    frozen_weights,
-    saves_casts,
-)
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import casts_weights
 
@@ -40,10 +35,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def create_weight_sync(
-    model: torch.nn.Module,
-    config: RolloutConfig,
-    accelerator: Any = None,
-    optimizer: OptimizerOrName | None = None,
+    model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None, optimizer: Any = None
 ) -> WeightSynchronizer:
     """Create the synchronizer that `weight_sync` and the model call for.
 
@@ -105,9 +97,9 @@ def _with_adapters(
         _LOGGER.info("weights: %s", selection)
     if weights is None:
         hf_compat.keep_differentiable(module)
-        is_cast = saves_casts(module, precision)
+        is_cast = cast_base.saves_casts(module, precision)
         shared = SharedWeights(module, precision.autocast_dtype)
-        weights = CastBaseWeights(module, precision) if is_cast else shared
+        weights = cast_base.CastBaseWeights(module, precision) if is_cast else shared
     weights.selection = selection
     return weights
 
@@ -116,10 +108,12 @@ def _merged_copy_fits(
     module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> tuple[bool, str]:
     """Return whether a merged copy leaves the KV cache half of its room, and why, as a phrase."""
-    is_plain = can_be_mirrored(module) and not torch_compat.has_hooks(module)
-    if hf_compat.is_quantized(module) or not is_plain:
+    takes_tensors = cast_base.can_be_mirrored(module) and not torch_compat.has_hooks(module)
+    if hf_compat.is_quantized(module) or not takes_tensors:
         return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
-    frozen = [weight for weight, _ in frozen_weights(module, precision)]
+    if config.num_blocks is not None:
+        return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"
+    frozen = [weight for weight, _ in cast_base.frozen_weights(module, precision)]
     cast = sum(w.numel() * (precision.autocast_dtype or w.dtype).itemsize for w in frozen)
     whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     copied, device = whole - sum(w.nbytes for w in frozen) + cast, next(module.parameters()).device
@@ -132,9 +126,9 @@ def _merged_copy_fits(
         max(0, min(int(config.max_memory_percent * left), left - workspace))
         for left in (free - copied, free - cast)
     )
-    said = f"beside {copied / GIB:.3f} GiB of a copy the KV cache has {room / GIB:.3f}"
-    said = f"{said} of {rest / GIB:.3f} GiB" if config.num_blocks is None else "num_blocks is set"
-    if config.num_blocks is None and 0 < rest <= 2 * room:
+    rooms = f"{room / GIB:.3f} of {rest / GIB:.3f} GiB"
+    said = f"beside {copied / GIB:.3f} GiB of a copy the KV cache has {rooms}"
+    if 0 < rest <= 2 * room:
         return True, f"adapters merged ({said}); weight_sync='shared' runs them unmerged"
     return False, f"adapters unmerged ({said}); weight_sync='copy' merges them"
 

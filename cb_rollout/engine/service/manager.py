@@ -98,8 +98,7 @@ class ContinuousBatchingManager:
             all_reduce_min=self.group and self.group.all_reduce_min,
         )
         # A generator starts its manager with the next rollout.
-        self._is_standalone = trained is None
-        self.weight_selection = ""
+        self._is_standalone, self.weight_selection = trained is None, ""
         limits = ServingLimits(
             vocab_size=lambda: hf_compat.vocab_size(engine.model),
             max_positions=hf_compat.max_positions(module),
