@@ -1,7 +1,7 @@
 """Grade-school mathematics with LoRA: gsm8k_grpo.py, with only adapters trained.
 
-Rollouts run the adapters unmerged on the training module. Where FSDP2 or ZeRO-3 shards it, each
-process has a copy with the adapters merged.
+Rollouts run a copy with the adapters merged, on a GPU that has room for it and where FSDP2 or
+ZeRO-3 shards the model; elsewhere the training module, with the adapters unmerged.
 
 Launch:   accelerate launch recipes/gsm8k_lora.py --model Qwen/Qwen3-4B --max-steps 200
           accelerate launch --config_file recipes/accelerate/fsdp2.yaml recipes/gsm8k_lora.py

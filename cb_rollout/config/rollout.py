@@ -191,7 +191,8 @@ class RolloutConfig:
     weight_sync: str = setting(
         "auto",
         "shared: generate with the training module; copy: with a copy that each sync updates in "
-        "place; auto: copy if sharded or if autocast casts the weights anyway, else shared.",
+        "place, adapters merged; auto: copy if sharded, if autocast casts the weights anyway, or, "
+        "with adapters, if a GPU has room; else shared.",
         WeightSync,
         cost="A copy costs its memory and a copy per sync; see weights.md.",
     )

@@ -99,7 +99,8 @@ class Engine:
         self.training = TrainingMemory(self.trained, model, self.device, optimizer, reserve_gib)
         self._history = CompletionHistory()
         never_sampled = multimodal.never_sampled_token_ids(model)
-        self._proposer = NgramProposer(config.num_speculative_tokens, never_sampled)
+        max_tokens, kind = config.num_speculative_tokens, self.device.type
+        self._proposer = NgramProposer(max_tokens, never_sampled, kind)
         with devices.plain_modes(), self._computing():
             self._probe()
         saver = create_saver(self.device)

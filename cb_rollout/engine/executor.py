@@ -294,15 +294,12 @@ class StepExecutor:
                 raise
             # The step without drafts finds the row at fault.
             _LOGGER.debug("a step runs again without its drafts: %s", error_text(error))
-            for request, draft in zip(running, drafts, strict=True):
-                self.proposer.record(request, draft, 0)
+            self.proposer.reject()
             return None
         extend = self._token_sampler.extend_drafted
         num_given = extend(running, tokens, logits_BV, self._version)
         self._complete_decode(running)
-        for request, draft, num_tokens in zip(running, drafts, num_given, strict=True):
-            sampled = request.token_ids[request.num_tokens - num_tokens :]
-            self.proposer.record(request, draft, _num_equal(draft.tokens, sampled))
+        for draft, num_tokens in zip(drafts, num_given, strict=True):
             self._counters.record_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
         return sum(num_given)
 
@@ -375,16 +372,18 @@ class StepExecutor:
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
         """Launch the step after one whose tokens are not read yet.
 
-        None: it has to wait for these tokens, because a sequence joined, drafts are made from them,
-        a smaller graph fits, a sequence's keys change, or its blocks would take a preemption.
+        None: it has to wait for these tokens, because a sequence joined, a draft is likely from
+        them, a smaller graph fits, a sequence's keys change, or its blocks would take a preemption.
         """
         if not self._looks_ahead or self.graphs is None:
             return None
         # Without properties: this runs for every row of every step.
         going = [r for r in current if len(r.token_ids) - len(r.prompt_ids) + 1 < r.max_new_tokens]
         lengths = [len(request.token_ids) + 1 for request in going]
-        is_drafted = self.proposer is not None and self.proposer.can_propose(len(going))
-        if not going or is_drafted or not self.graphs.follows(going, lengths):
+        if not going or not self.graphs.follows(going, lengths):
+            return None
+        # Drafted from the tokens before these: an n-gram that matches there mostly goes on.
+        if self.proposer is not None and self.proposer.propose(going):
             return None
         limits = self._scheduler.limits
         if limits.rope_limits and any(
@@ -402,11 +401,6 @@ class StepExecutor:
         self._pending = None
         if self.graphs is not None:
             self.graphs.forget_rows()
-
-
-def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
-    pairs = zip(draft, sampled, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(draft), len(sampled)))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -85,7 +85,7 @@ class RolloutGenerator:
         require_tokenizer(tokenizer)
         self.tokenizer = tokenizer
         self._generation_config = generation_config
-        self._weights = create_weight_sync(model, self.config, accelerator)
+        self._weights = create_weight_sync(model, self.config, accelerator, optimizer)
         self.manager = ContinuousBatchingManager(
             self._weights.module,
             generation_config,
@@ -96,6 +96,7 @@ class RolloutGenerator:
             trained=self._weights.trained,
             optimizer=optimizer,
         )
+        self.manager.weight_selection = self._weights.selection
         group = self.manager.group
         self._watch = None if group is None else create_group_watch(group)
         is_split = tensor_parallel_group(unwrap(model)) is not None

@@ -4,30 +4,38 @@
 wherever a trainer keeps them. `RolloutGenerator` calls `create_weight_sync`.
 """
 
+import logging
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import fsdp as fsdp_compat
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.model.precision import rollout_precision
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.engine.kv_cache.sizing import workspace_bytes_per_request
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.training import TrainingMemory
+from cb_rollout.engine.model.precision import Precision, rollout_precision
+from cb_rollout.errors import ConfigurationError, WeightSyncError, error_text
+from cb_rollout.weights import cast_base
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import SharedWeights, WeightSynchronizer, require_equal
-from cb_rollout.weights.cast_base import CastBaseWeights, saves_casts
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import casts_weights
 
 __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 
+_LOGGER = logging.getLogger(__name__)
+
 
 def create_weight_sync(
-    model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None
+    model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None, optimizer: Any = None
 ) -> WeightSynchronizer:
     """Create the synchronizer that `weight_sync` and the model call for.
 
@@ -35,6 +43,7 @@ def create_weight_sync(
         model: the training module, wrapped or not.
         config: its `weight_sync` and `rollout_dtype` decide.
         accelerator: the trainer's; gives precision and device.
+        optimizer: the model's, its class or known name, for the memory of its states.
 
     Raises:
         ConfigurationError: the model's weights cannot be used as the config says, or at all.
@@ -57,13 +66,10 @@ def create_weight_sync(
         elif accelerator is not None and zero3_compat.zero_stage(accelerator) is not None:
             # DeepSpeed casts the module itself, so a copy would save nothing.
             weight_sync = WeightSync.SHARED
-        elif saves_casts(module, precision):
-            hf_compat.keep_differentiable(module)
-            return CastBaseWeights(module, precision)
+        elif has_adapters(module):
+            return _with_adapters(model, config, precision, optimizer)
         else:
-            # Merging rounds after the sum, the trainer before it; so adapters stay unmerged.
-            is_unmerged = hf_compat.is_quantized(module) or has_adapters(module)
-            is_copied = not is_unmerged and casts_weights(module, precision)
+            is_copied = not hf_compat.is_quantized(module) and casts_weights(module, precision)
             weight_sync = WeightSync.COPY if is_copied else WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
@@ -74,6 +80,57 @@ def create_weight_sync(
         raise refused("copy, quantised")
     device = getattr(accelerator, "device", None)
     return CopiedWeights(model, precision, device, tensor_parallel_size)
+
+
+def _with_adapters(
+    model: torch.nn.Module, config: RolloutConfig, precision: Precision, optimizer: Any
+) -> WeightSynchronizer:
+    """Merge adapters into a copy where a GPU has room for it; else run them unmerged."""
+    module, weights, selection = hf_compat.unwrap(model), None, ""
+    # Merging rounds after the sum, the trainer before it.
+    if next(module.parameters()).device.type == "cuda" and config.numerics != Numerics.BITWISE:
+        try:
+            fits, selection = _merged_copy_fits(module, config, precision, optimizer)
+            weights = CopiedWeights(model, precision, None) if fits else None
+        except (ConfigurationError, WeightSyncError) as error:
+            selection = f"adapters unmerged ({error_text(error)})"
+        _LOGGER.info("weights: %s", selection)
+    if weights is None:
+        hf_compat.keep_differentiable(module)
+        is_cast = cast_base.saves_casts(module, precision)
+        shared = SharedWeights(module, precision.autocast_dtype)
+        weights = cast_base.CastBaseWeights(module, precision) if is_cast else shared
+    weights.selection = selection
+    return weights
+
+
+def _merged_copy_fits(
+    module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
+) -> tuple[bool, str]:
+    """Return whether a merged copy leaves the KV cache half of its room, and why, as a phrase."""
+    takes_tensors = cast_base.can_be_mirrored(module) and not torch_compat.has_hooks(module)
+    if hf_compat.is_quantized(module) or not takes_tensors:
+        return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
+    if config.num_blocks is not None:
+        return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"
+    frozen = [weight for weight, _ in cast_base.frozen_weights(module, precision)]
+    cast = sum(w.numel() * (precision.autocast_dtype or w.dtype).itemsize for w in frozen)
+    whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    copied, device = whole - sum(w.nbytes for w in frozen) + cast, next(module.parameters()).device
+    training = TrainingMemory(module, module, device, optimizer, config.training_reserve_gib)
+    free = devices.memory_after_release(device).free_bytes - training.bytes_now().reserve
+    max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
+    workspace = workspace_bytes_per_request(hf_compat.vocab_size(module)) * max_requests
+    # Unmerged, the cast weights are held instead.
+    room, rest = (
+        max(0, min(int(config.max_memory_percent * left), left - workspace))
+        for left in (free - copied, free - cast)
+    )
+    rooms = f"{room / GIB:.3f} of {rest / GIB:.3f} GiB"
+    said = f"beside {copied / GIB:.3f} GiB of a copy the KV cache has {rooms}"
+    if 0 < rest <= 2 * room:
+        return True, f"adapters merged ({said}); weight_sync='shared' runs them unmerged"
+    return False, f"adapters unmerged ({said}); weight_sync='copy' merges them"
 
 
 def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:

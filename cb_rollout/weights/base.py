@@ -16,6 +16,8 @@ class WeightSynchronizer:
     """Training module, maybe wrapped. Verification compares log-probabilities with its forward."""
     autocast_dtype: torch.dtype | None
     """Autocast dtype of both modules' forwards; None: no autocast."""
+    selection: str = ""
+    """How adapters run on a GPU, with the reason; empty elsewhere."""
     is_collective: bool = False
     """True: a sync, and a forward of `trained`, need every process at once."""
 

@@ -123,7 +123,7 @@ def _is_bound(value: object, module: torch.nn.Module) -> bool:
     return isinstance(value, MethodType) and value.__self__ is module
 
 
-def _can_be_mirrored(model: torch.nn.Module) -> bool:
+def can_be_mirrored(model: torch.nn.Module) -> bool:
     """Return whether no function on an instance computes with a module of its own.
 
     It would run the training module, which may be in training mode.
@@ -151,7 +151,7 @@ def saves_casts(model: PreTrainedModel, precision: Precision) -> bool:
     """Return whether `CastBaseWeights` can run a model with adapters, and would cast any weight."""
     if precision.autocast_dtype is None or precision.copy_dtype is not None:
         return False
-    if not has_adapters(model) or hf_compat.is_quantized(model) or not _can_be_mirrored(model):
+    if not has_adapters(model) or hf_compat.is_quantized(model) or not can_be_mirrored(model):
         return False
     return next(frozen_weights(model, precision), None) is not None
 

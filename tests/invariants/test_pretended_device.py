@@ -16,6 +16,8 @@ from pretend_device import (
 from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import OutOfCacheMemoryError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
+from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.sampling import draw
 
@@ -155,6 +157,63 @@ def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache
             assert generator.memory_plan() == plan
             generator.wake()
             assert allocator.pool == plan.graph_bytes
+
+
+def recorded_steps(monkeypatch):
+    """What the host did for decode steps, in order: "launch", "read" and "draft"."""
+    steps = []
+    for name, owner, method in (
+        ("launch", GraphedDecoding, "launch"),
+        ("read", PendingStep, "read"),
+        ("draft", StepExecutor, "_drafted_logits"),
+    ):
+        inner = getattr(owner, method)
+
+        def recorded(*args, name=name, inner=inner, **given):
+            steps.append(name)
+            return inner(*args, **given)
+
+        monkeypatch.setattr(owner, method, recorded)
+    return steps
+
+
+def rollout_of_eight(model, prompts, num_tokens, **asked):
+    """Token ids of TRL's default batch, and the counters, with drafts on."""
+    config = RolloutConfig(seed=1, block_size=8, max_requests_per_batch=8)
+    params = SamplingParams(ignore_eos=True, max_new_tokens=num_tokens, **asked)
+    with RolloutGenerator(model.to("cuda:0"), config) as generator:
+        assert "a step ahead; drafts: on" in generator.manager.engine.decode_path
+        outputs = generator.generate_batch(prompts, sampling_params=params).values()
+        return [output.generated_tokens for output in outputs], generator.manager.counters
+
+
+def test_eight_rows_launch_ahead_where_nothing_is_drafted(device, monkeypatch):
+    with device:
+        steps = recorded_steps(monkeypatch)
+        prompts = [[5 + row, 6, 7] for row in range(8)]
+        _, counters = rollout_of_eight(tiny_model(**SMALL), prompts, num_tokens=4)
+    assert counters.drafted_tokens == 0
+    assert steps == ["launch", *["launch", "read"] * 2, "read"]
+
+
+@pytest.mark.slow
+def test_drafts_and_steps_ahead_alternate_and_give_the_tokens_of_generate(device, monkeypatch):
+    prompts = [[5 + row, 6, 7] for row in range(8)]
+    # Few words, so that greedy sequences come to repeat themselves.
+    model, num_tokens = tiny_model(vocab_size=24, **SMALL), 24
+    whole = model.generate(
+        torch.tensor(prompts), max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1
+    )
+    with device:
+        steps = recorded_steps(monkeypatch)
+        tokens, counters = rollout_of_eight(model, prompts, num_tokens, temperature=0.0)
+    assert tokens == whole[:, 3:].tolist()
+    assert counters.accepted_tokens > 0
+    # A draft appears while a step is in flight, which is read first, and is no longer ahead after.
+    said = " ".join(steps)
+    assert "launch launch read read draft" in said
+    assert "draft launch launch read" in said
+    assert steps.count("launch") == steps.count("read")
 
 
 def test_graphs_that_find_no_memory_name_what_to_lower(device, monkeypatch):

@@ -1,13 +1,18 @@
 """LoRA: merged into the copy out of place, unmerged on the shared module."""
 
+import copy
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from pretend_device import DEVICE, GIB, Pretended, pretend_device
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.weights import create_weight_sync, require_equal
+from cb_rollout.weights.base import SharedWeights
+from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import tensors_by_name
 
 COPY = RolloutConfig(weight_sync="copy", seed=0)
@@ -176,3 +181,126 @@ def test_rollouts_follow_the_adapters(weight_sync):
             expected = plain_logprobs(model, [5, 6, 7], output.generated_tokens)
             assert output.logprobs == pytest.approx(expected, abs=1e-5)
             assert generator.verify(1).max <= 1e-5
+
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Enter it with `with`."""
+    pytest.importorskip("triton")
+    pretend_device(monkeypatch)
+    return Pretended()
+
+
+def merged_by_peft(model):
+    """A plain model with the adapters merged, from a copy of this one."""
+    other = copy.deepcopy(model)
+    other.merge_adapter()
+    plain = tiny_model().to(next(model.parameters()).dtype)
+    state = {
+        n.replace(".base_layer", ""): t for n, t in other.get_base_model().state_dict().items()
+    }
+    plain.load_state_dict({name: t for name, t in state.items() if "lora_" not in name})
+    return plain
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_auto_merges_into_a_copy_what_peft_merges(dtype, device):
+    model = lora(dtype).eval()
+    train(model)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    expected = tensors_by_name(merged_by_peft(model))
+    with device:
+        weights = create_weight_sync(hf_compat.unwrap(model.to(DEVICE)), RolloutConfig())
+        found = {name: t.cpu() for name, t in tensors_by_name(weights.module).items()}
+        after = {name: tensor.cpu() for name, tensor in model.named_parameters()}
+    assert isinstance(weights, CopiedWeights)
+    assert weights.selection.startswith("adapters merged (beside 0.000 GiB of a copy the KV cache")
+    # peft rounds the update to the dtype of the weights before it adds it.
+    rounding = {"rtol": 2**-7, "atol": 2**-9} if dtype == torch.bfloat16 else {}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, **rounding)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def rollouts_there(model):
+    """A rollout of merged adapters before they train, and one after; with its plain reference."""
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    config = RolloutConfig(seed=0, block_size=8, use_cuda_graph=False)
+    with Pretended(), RolloutGenerator(model.to(DEVICE), config) as generator:
+        assert "; adapters merged (" in generator.manager.decode_path
+        for seed in range(2):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_" in name:
+                        noise = torch.Generator().manual_seed(seed)
+                        value = torch.randn(parameter.shape, generator=noise) * 0.2
+                        parameter.copy_(value.to(DEVICE))
+            generator.sync_weights()
+            (output,) = generator.generate_batch([[5, 6, 7]], sampling_params=params).values()
+            assert output.policy_versions == [(seed + 1, 3)]
+            yield output, {name: t.cpu() for name, t in model.named_parameters()}
+
+
+def differences(model):
+    """Nats between each rollout and peft's merged model of the adapters of its version."""
+    for output, state in rollouts_there(copy.deepcopy(model)):
+        model.load_state_dict(state, strict=False)
+        plain = plain_logprobs(merged_by_peft(model), [5, 6, 7], output.generated_tokens)
+        yield max(abs(a - b) for a, b in zip(output.logprobs, plain, strict=True))
+
+
+@needs_no_gpu
+def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
+    assert max(differences(lora().eval())) <= 1e-5
+    is_stale = CopiedWeights._is_stale
+    # A sync that leaves out the layers of an adapter.
+    monkeypatch.setattr(
+        CopiedWeights,
+        "_is_stale",
+        lambda self, weight, source: not weight.low_ranks and is_stale(self, weight, source),
+    )
+    assert min(differences(lora().eval())) > 0.01
+
+
+@needs_no_gpu
+def test_adapters_stay_unmerged_where_a_copy_leaves_the_cache_too_little(device, caplog):
+    caplog.set_level("INFO", "cb_rollout")
+    model = lora().eval()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    with device:
+        Pretended.allocator.others = 2 * GIB - int(1.9 * size)
+        config = RolloutConfig(seed=0, block_size=8, use_cuda_graph=False, max_batch_tokens=64)
+        with RolloutGenerator(model.to(DEVICE), config) as generator:
+            path = generator.manager.decode_path
+            assert generator.manager.model is hf_compat.unwrap(model)
+        Pretended.allocator.others = 2 * GIB - int(2.6 * size)
+        assert isinstance(create_weight_sync(model, config), CopiedWeights)
+    assert "; adapters unmerged (beside " in path
+    assert path.endswith("; weight_sync='copy' merges them")
+    assert "weights: adapters unmerged (beside" in caplog.text
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("settings", "config", "reason"),
+    [
+        ({"use_dora": True}, {}, "merges plain LoRA only, not DoraLinearVariant"),
+        ({}, {"num_blocks": 8}, "num_blocks is set"),
+        ({}, {"numerics": "bitwise"}, ""),
+    ],
+)
+def test_adapters_that_no_copy_can_run_stay_unmerged_on_a_gpu(settings, config, reason, device):
+    with device:
+        model = lora(**settings).to(DEVICE)
+        weights = create_weight_sync(hf_compat.unwrap(model), RolloutConfig(**config))
+        assert isinstance(weights, SharedWeights)
+        assert reason in weights.selection
+        assert weights.selection.startswith("adapters unmerged (") == bool(reason)
+        hf_compat.unwrap(model).lm_head.register_forward_hook(lambda *_: None)
+        hooked = create_weight_sync(hf_compat.unwrap(model), RolloutConfig())
+        assert "(hooks, " in hooked.selection

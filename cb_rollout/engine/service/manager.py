@@ -98,7 +98,7 @@ class ContinuousBatchingManager:
             all_reduce_min=self.group and self.group.all_reduce_min,
         )
         # A generator starts its manager with the next rollout.
-        self._is_standalone = trained is None
+        self._is_standalone, self.weight_selection = trained is None, ""
         limits = ServingLimits(
             vocab_size=lambda: hf_compat.vocab_size(engine.model),
             max_positions=hf_compat.max_positions(module),
@@ -368,7 +368,7 @@ class ContinuousBatchingManager:
     @property
     def decode_path(self) -> str:
         """Return how decode steps run at present, in one line, with the reason for what is off."""
-        return self.engine.decode_path
+        return "; ".join(filter(None, (self.engine.decode_path, self.weight_selection)))
 
     @property
     def routers(self) -> Routers | None:

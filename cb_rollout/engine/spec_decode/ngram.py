@@ -26,8 +26,20 @@ MAX_DRAFT_ROWS = 16
 # Tokens of one draft, where `num_speculative_tokens` is not set.
 MAX_DRAFT_TOKENS = 7
 
-# Time of a step without rows, as a number of rows: of the demo's model and of the bench's on a CPU.
-ROWS_PER_STEP = 48
+
+class StepCost(NamedTuple):
+    """Time of decode steps, as a number of rows."""
+
+    step: int
+    """Time of a step without rows."""
+    drafted: int
+    """Time that a step with drafts adds beside its rows."""
+
+
+# By type of device. A CPU: measured, of the demo's model and of the bench's. A GPU: of 0.6B on an
+# H100, as `scripts/bench.py gpu_model` models it; a step with drafts is launched after the last
+# one's tokens are read, and sampled outside its graph: an estimated 0.5 ms.
+STEP_COSTS = {"cpu": StepCost(48, 0), "cuda": StepCost(180, 40)}
 
 # Acceptance rate below which not even one token is drafted: the step's bookkeeping costs more.
 MIN_RATE = 0.08
@@ -203,10 +215,15 @@ class GroupDrafts:
 class NgramProposer:
     """Drafts tokens for the sequences of an engine."""
 
-    def __init__(self, max_tokens: int | None, never_sampled: Sequence[int] = ()) -> None:
+    def __init__(
+        self, max_tokens: int | None, never_sampled: Sequence[int] = (), device_type: str = "cpu"
+    ) -> None:
         """Draft at most `max_tokens` for a sequence, without `never_sampled`; None: the default."""
         self._never_sampled = frozenset(never_sampled)
         self._max_tokens = MAX_DRAFT_TOKENS if max_tokens is None else max_tokens
+        self.cost = STEP_COSTS.get(device_type, STEP_COSTS["cpu"])
+        self._proposed: list[tuple[Request, int, Draft]] = []
+        """Latest drafts, run or not, each with its sequence and the tokens of this at that time."""
         self._groups: WeakValueDictionary[int, GroupDrafts] = WeakValueDictionary()
         self._run, self._num_run_tokens = NgramIndex(), 0
         self.rates = dict.fromkeys(DraftSource, INITIAL_RATE)
@@ -231,28 +248,44 @@ class NgramProposer:
         self._run.add(text, 0, is_growing=False)
         self._num_run_tokens += len(text)
 
-    def can_propose(self, num_sequences: int) -> bool:
-        return 0 < num_sequences <= MAX_DRAFT_ROWS // 2 and self._max_tokens > 0
-
     def propose(self, running: Sequence[Request]) -> list[Draft]:
-        """Return a draft for each sequence of the coming step; empty: no sequence gets one."""
-        if not self.can_propose(len(running)):
+        """Return a draft for each sequence of the coming step; empty: no draft is worth its time.
+
+        The last proposal is compared with what was sampled since, whether or not it ran.
+        """
+        for request, num_tokens, draft in self._proposed:
+            pairs = list(zip(draft.tokens, request.token_ids[num_tokens:], strict=False))
+            num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            self.record(request, draft._replace(tokens=draft.tokens[: len(pairs)]), num_right)
+        self._proposed = []
+        if not 0 < len(running) <= MAX_DRAFT_ROWS // 2 or not self._max_tokens:
             return []
         if any(r.is_adjusted or r.params.top_logprobs for r in running):
             return []
         # A further row is worth its time if it gives as many tokens as the step's time gives.
-        worth = len(running) / (ROWS_PER_STEP + len(running))
+        worth = len(running) / (self.cost.step + len(running))
         weights = _weights(running)
-        num_spare = MAX_DRAFT_ROWS - len(running)
+        num_spare, gain = MAX_DRAFT_ROWS - len(running), -worth * self.cost.drafted
         drafts = [NO_DRAFT] * len(running)
         # The longest first: the rollout ends with them.
         for index in sorted(range(len(running)), key=weights.__getitem__, reverse=True):
             if num_spare <= 0:
                 break
             longest = min(self._max_tokens, num_spare)
-            drafts[index] = self._draft(running[index], longest, worth / weights[index])
-            num_spare -= len(drafts[index].tokens)
-        return drafts if any(draft.tokens for draft in drafts) else []
+            request = running[index]
+            draft = drafts[index] = self._draft(request, longest, worth / weights[index])
+            if draft.tokens and request.drafts is not None:
+                self._proposed.append((request, request.num_tokens, draft))
+                rate, num_spare = request.drafts.rates[draft.source], num_spare - len(draft.tokens)
+                chances = (rate**count for count in range(1, len(draft.tokens) + 1))
+                gain += sum(weights[index] * chance - worth for chance in chances)
+        return drafts if gain > 0 else []
+
+    def reject(self) -> None:
+        """Count the latest drafts as wrong: their forward raised."""
+        for request, _, draft in self._proposed:
+            self.record(request, draft, 0)
+        self._proposed = []
 
     def _draft(self, request: Request, longest: int, worth: float) -> Draft:
         group = request.drafts

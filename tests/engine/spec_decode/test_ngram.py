@@ -18,6 +18,7 @@ from cb_rollout.engine.spec_decode.ngram import (
     Draft,
     NgramIndex,
     NgramProposer,
+    StepCost,
 )
 
 
@@ -167,6 +168,32 @@ def test_drafts_become_longer_with_the_acceptance_rate():
     for _ in range(20):
         proposer.record(looping, Draft([1] * 4), 4)
     assert len(proposed(proposer, [looping])[0]) == 4
+
+
+def test_a_draft_that_did_not_run_is_compared_with_what_was_sampled():
+    proposer = NgramProposer(4)
+    proposer.cost = StepCost(step=48, drafted=10_000)
+    looping = request([1, 2, 3] * 4)
+    proposer.track([looping])
+    for token in [1, 2, 3] * 4:
+        assert proposer.propose([looping]) == []
+        looping.append(token, 0.0, 0)
+    assert proposer.propose([looping]) == []
+    assert looping.drafts.rates[DraftSource.GROUP] > 0.9
+    looping.append(9, 0.0, 0)
+    proposer.propose([looping])
+    assert looping.drafts.rates[DraftSource.GROUP] < 0.8
+
+
+def test_drafts_together_are_worth_the_time_that_they_add_to_a_step():
+    """A GPU's eight rows give up more by a step that is not launched ahead than one row does."""
+    for num_rows, rate, is_worth in ((1, 0.5, True), (8, 0.5, False), (8, 0.95, True)):
+        proposer = NgramProposer(7, device_type="cuda")
+        running = [request([1, 2, 3] * 4 + [row]) for row in range(10, 17)]
+        running = [request([1, 2, 3] * 4), *running][:num_rows]
+        proposer.track(running)
+        running[0].drafts.rates[DraftSource.GROUP] = rate
+        assert bool(proposer.propose(running)) is is_worth
 
 
 def with_history(prompt, *completions, said=(), **settings):
