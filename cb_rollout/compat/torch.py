@@ -1,8 +1,9 @@
 """Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers."""
 
 import ctypes
+import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -150,6 +151,21 @@ def has_varlen(query: torch.Tensor, value: torch.Tensor, arguments: Mapping[str,
         and size % 8 == 0
         and not arguments.get("dropout")
     )
+
+
+def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
+    """Call `varlen_attn` with fewer key heads than query heads.
+
+    torch 2.12 asks for `enable_gqa`; 2.11 has no such argument, and its kernel takes them as is.
+    """
+    if "enable_gqa" in _arguments(varlen_attn):
+        arguments["enable_gqa"] = True
+    return varlen_attn(*segments, **arguments)
+
+
+@cache
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 class SavedBytes:
