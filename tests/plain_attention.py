@@ -38,9 +38,10 @@ def varlen_attn(
             seen = seen & (distance <= window_size[0])
         queries = query[start_q:end_q].float().transpose(0, 1)
         keys, values = (s[start_k:end_k].float().transpose(0, 1) for s in (key, value))
-        scores = (queries @ keys.transpose(1, 2)) * scale
-        scores = scores.masked_fill(~seen, torch.finfo(torch.float32).min)
-        outputs.append((scores.softmax(-1) @ values).transpose(0, 1))
+        # Products that autocast does not round.
+        scores = (queries[:, :, None] * keys[:, None]).sum(-1) * scale
+        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        outputs.append((shares[..., None] * values[:, None]).sum(2).transpose(0, 1))
     assert [max_q, max_k] == longest
     return torch.cat(outputs).to(query.dtype)
 

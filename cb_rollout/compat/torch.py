@@ -3,7 +3,7 @@
 import ctypes
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -24,6 +24,7 @@ except ImportError:  # torch 2.11 may be built without it
     varlen_attn: Any = None
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+_signature = cache(inspect.signature)
 
 
 def plain_class(model: Module) -> type[Module]:
@@ -158,14 +159,9 @@ def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
 
     torch 2.12 asks for `enable_gqa`; 2.11 has no such argument, and its kernel takes them as is.
     """
-    if "enable_gqa" in _arguments(varlen_attn):
+    if "enable_gqa" in _signature(varlen_attn).parameters:
         arguments["enable_gqa"] = True
     return varlen_attn(*segments, **arguments)
-
-
-@cache
-def _arguments(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
 
 
 class SavedBytes:

@@ -9,6 +9,9 @@ from pretend_device import DEVICE, Pretended, pretend_device
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.compat import inductor
+from cb_rollout.compat import torch as torch_compat
+from cb_rollout.engine.cuda_graphs import selection
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
@@ -108,15 +111,50 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
 
 
 SLOWER = {
-    "recurrent states": ("lfm2", {}, "triton", "needs a model without recurrent states"),
-    "a loop over experts": (
-        "qwen3_moe",
-        SMALL | {"experts_implementation": "eager"},
-        "triton",
-        "needs a forward that never waits for the device (RuntimeError: operation not permitted",
+    "recurrent states": (
+        ("lfm2", {}),
+        {
+            "prefill": "padded, not packed (recurrent states",
+            "CUDA graphs": "off (needs a model without recurrent states",
+            "drafts": "off (its steps take one token of each row)",
+        },
     ),
-    "a bias of positions": ("bloom", {}, "gathered", "needs decode steps without a gather"),
+    "a loop over experts": (
+        ("qwen3_moe", SMALL | {"experts_implementation": "eager"}),
+        {"CUDA graphs": "off (needs a forward that never waits for the device (RuntimeError: op"},
+    ),
+    "a bias of positions": (
+        ("bloom", {}),
+        {
+            "prefill": "padded, not packed (its forward fails (ValueError: too many values",
+            "decode attention": "gathered (",
+            "CUDA graphs": "off (needs decode steps without a gather",
+        },
+    ),
+    "unpadded attention that fails": (
+        ("qwen3", SMALL),
+        {"prefill": "padded, not packed (its forward fails (TypeError: "},
+    ),
+    "a trace that does not compile": (
+        ("qwen3", SMALL),
+        {"forwards": "by the model, not compiled (RuntimeError: no compiler"},
+    ),
 }
+
+
+def lose(case, monkeypatch):
+    """Take from the pretended device what a case lacks; return the model's dtype."""
+    if case == "unpadded attention that fails":
+        monkeypatch.setattr(torch_compat, "varlen_attn", lambda query, key, value: query)
+        return torch.bfloat16
+    if case == "a trace that does not compile":
+        monkeypatch.setattr(selection, "COMPILED_DEVICES", {"cuda"})
+        monkeypatch.setattr(inductor, "trace_graph", lambda *_: fail("no compiler"))
+    return torch.float32
+
+
+def fail(text):
+    raise RuntimeError(text)
 
 
 def warned(caplog):
@@ -130,15 +168,19 @@ def warned(caplog):
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SLOWER],
 )
 def test_a_path_that_is_not_the_best_is_warned_of_with_its_reason(case, monkeypatch, caplog):
-    family, settings, attention, reason = SLOWER[case]
+    (family, settings), lost = SLOWER[case]
     pretend_device(monkeypatch)
+    dtype = lose(case, monkeypatch)
     with Pretended():
-        model = tiny_model(family, **settings).to(DEVICE)
+        model = tiny_model(family, **settings).to(DEVICE, dtype)
         with RolloutGenerator(model, RolloutConfig(seed=1, block_size=8)) as generator:
-            path = generator.manager.decode_path
-    assert f"decode attention: {attention}" in path
-    assert f"CUDA graphs: off ({reason}" in path
-    assert warned(caplog) == [path]
+            generator.manager.engine._plan()
+            slower = [path for path in generator.manager.engine.paths if path.obstacle]
+    assert [path.part for path in slower] == list(lost)
+    for path in slower:
+        assert path.text.startswith(lost[path.part])
+    (warning,) = warned(caplog)
+    assert warning.endswith("; ".join(map(str, slower)))
 
 
 def test_a_path_that_was_asked_for_is_not_warned_of(monkeypatch, caplog):
