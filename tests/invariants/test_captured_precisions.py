@@ -1,14 +1,12 @@
 """What trainers do by default reaches captured steps, on a device that only says it is one."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from device_laws import CASES, SMALL, assert_captured, assert_unpadded
 from pretend_device import DEVICE, Pretended, pretend_device
-from tiny import plain_logprobs, tiny_model
+from tiny import tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import RolloutConfig, RolloutGenerator
 from cb_rollout.compat import inductor
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.cuda_graphs import selection
@@ -16,70 +14,7 @@ from cb_rollout.engine.cuda_graphs import selection
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
 
-SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
-PROMPT = [3, 4, 5, 6, 7, 8, 9, 10, 11]
-PARAMS = SamplingParams(ignore_eos=True, max_new_tokens=4)
-CAPTURED = "; CUDA graphs: on"
-
-# Nats between the kernels and torch's own attention where both round to bfloat16.
-ROUNDING = 0.05
-
-
-class Autocasting:
-    """What the generator reads of accelerate's `Accelerator`."""
-
-    mixed_precision = "bf16"
-    process_index = 0
-    state = SimpleNamespace()
-
-    def __init__(self, device):
-        self.device = device
-
-
-def with_adapters(model):
-    """Add float32 adapters, as PEFT does, that change what the model gives."""
-    config = LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return inject_adapter_in_model(config, model).eval()
-
-
-def with_replaced_forwards(model):
-    """Replace forwards on instances, as Liger does."""
-    for layer in model.model.layers:
-        layer.mlp.forward = lambda states, mlp=layer.mlp: mlp.down_proj(
-            torch.nn.functional.silu(mlp.gate_proj(states)) * mlp.up_proj(states)
-        )
-    return model
-
-
-def with_float32_head(model):
-    """Compute the head in float32, as TRL's `cast_lm_head_to_fp32` does."""
-    head = model.to(torch.bfloat16).lm_head.float()
-    head.forward = lambda states: torch.nn.functional.linear(states.float(), head.weight.float())
-    return model
-
-
-def in_bfloat16(model):
-    return model.to(torch.bfloat16)
-
-
-CASES = {
-    "TRL's default precision": ("qwen3", None, True, (8, 0)),
-    "LoRA on a float32 base": ("qwen3", with_adapters, True, (8, 0)),
-    "replaced forwards": ("qwen3", with_replaced_forwards, False, (8, 0)),
-    "a float32 head": ("qwen3", with_float32_head, False, (8, 0)),
-    "experts in float32": ("qwen3_moe", None, False, (9, 0)),
-    "experts in bfloat16": ("qwen3_moe", in_bfloat16, False, (9, 0)),
-    "experts in bfloat16 on Ampere": ("qwen3_moe", in_bfloat16, False, (8, 0)),
-    "experts in TRL's default precision": ("qwen3_moe", None, True, (9, 0)),
-}
 FAST = {"TRL's default precision", "a loop over experts"}
-
-
-def made(family, change):
-    model = tiny_model(family, tie_word_embeddings=False, **SMALL)
-    return change(model) if change else model
 
 
 @pytest.mark.parametrize(
@@ -87,27 +22,17 @@ def made(family, change):
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES],
 )
 def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monkeypatch, caplog):
-    family, change, is_autocast, capability = CASES[case]
-    trained = made(family, change)
-    pretend_device(monkeypatch, capability)
+    pretend_device(monkeypatch, CASES[case].capability)
     with Pretended():
-        model = made(family, change).to(DEVICE)
-        accelerator = Autocasting(DEVICE) if is_autocast else None
-        config = RolloutConfig(seed=1, block_size=8, num_speculative_tokens=0)
-        with RolloutGenerator(model, config, accelerator=accelerator) as generator:
-            outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
-            path = generator.manager.decode_path
-            weights = generator.manager.model.model.layers[0].self_attn.o_proj.weight
-            pages = generator.manager.engine.layout.layers[0].per_token
-    assert CAPTURED in path, path
+        assert_captured(case, DEVICE, float32=1e-5)
     assert not warned(caplog)
-    is_half = is_autocast or change in (in_bfloat16, with_float32_head)
-    assert {states.dtype for states in pages} == {torch.bfloat16 if is_half else torch.float32}
-    assert weights.dtype == (torch.bfloat16 if is_half else torch.float32)
-    for output in outputs:
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
-            expected = plain_logprobs(trained, PROMPT, output.generated_tokens)
-        assert output.logprobs == pytest.approx(expected, abs=ROUNDING if is_half else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_packed_and_shared(dtype, monkeypatch):
+    pretend_device(monkeypatch)
+    with Pretended():
+        assert_unpadded(DEVICE, dtype, monkeypatch)
 
 
 SLOWER = {
