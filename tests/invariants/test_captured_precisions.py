@@ -2,11 +2,17 @@
 
 import pytest
 import torch
-from device_laws import CASES, SMALL, assert_captured, assert_unpadded
+from device_laws import CASES, PROMPT, SMALL, assert_captured, assert_unpadded
 from pretend_device import DEVICE, Pretended, pretend_device
 from tiny import tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout import (
+    GenerationOutput,
+    RequestStatus,
+    RolloutConfig,
+    RolloutGenerator,
+    packed_logprobs,
+)
 from cb_rollout.compat import inductor
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.cuda_graphs import selection
@@ -114,3 +120,18 @@ def test_a_path_that_was_asked_for_is_not_warned_of(monkeypatch, caplog):
         model = tiny_model("qwen3", **SMALL).to(DEVICE)
         RolloutGenerator(model, RolloutConfig(use_cuda_graph=False)).close()
     assert not warned(caplog)
+
+
+def test_scores_that_are_padded_say_why_once(monkeypatch):
+    outputs = []
+    for number in range(2):
+        output = GenerationOutput(f"row_{number}", PROMPT)
+        output.generated_tokens, output.status = [3, 4 + number], RequestStatus.FINISHED
+        outputs.append(output)
+    pretend_device(monkeypatch)
+    with Pretended():
+        model = tiny_model("bloom").to(DEVICE)
+        with pytest.warns(UserWarning, match=r"prompts cannot be shared \(.*; rows are") as caught:
+            packed_logprobs(model, outputs)
+        packed_logprobs(model, outputs)
+    assert len(caught) == 1
