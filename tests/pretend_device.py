@@ -12,9 +12,11 @@ from typing import ClassVar
 
 import torch
 from fast_path import Playback, run_few_rows
+from plain_attention import varlen_attn_of_grouped_heads
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.cuda_graphs import graphs, selection
 
 aten = torch.ops.aten
@@ -400,6 +402,7 @@ def pretend_device(monkeypatch, capability=(8, 0)):
     for name, said in spoken.items():
         monkeypatch.setattr(torch.cuda, name, said)
     monkeypatch.setattr(graphs, "CudaCapture", CapturedThere)
+    monkeypatch.setattr(torch_compat, "varlen_attn", varlen_attn_of_grouped_heads)
     # Inductor would compile for a device that is not there.
     monkeypatch.setattr(selection, "COMPILED_DEVICES", set())
     run_few_rows(monkeypatch)

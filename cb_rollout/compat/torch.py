@@ -4,6 +4,7 @@ The wrapper that accelerate 1.15 puts around a module's forward is one of them.
 """
 
 import ctypes
+import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ except ImportError:  # torch 2.11 may be built without it
     varlen_attn: Any = None
 
 Module = TypeVar("Module", bound=torch.nn.Module)
+_signature = cache(inspect.signature)
 
 
 def plain_class(model: Module) -> type[Module]:
@@ -155,6 +157,16 @@ def has_varlen(query: torch.Tensor, value: torch.Tensor, arguments: Mapping[str,
         and size % 8 == 0
         and not arguments.get("dropout")
     )
+
+
+def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
+    """Call `varlen_attn` with fewer key heads than query heads.
+
+    torch 2.12 asks for `enable_gqa`; 2.11 has no such argument, and its kernel takes them as is.
+    """
+    if "enable_gqa" in _signature(varlen_attn).parameters:
+        arguments["enable_gqa"] = True
+    return varlen_attn(*segments, **arguments)
 
 
 class SavedBytes:

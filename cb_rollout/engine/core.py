@@ -19,7 +19,8 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import weight_writes
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.cuda_graphs.selection import choose_compilation, create_graphs
+from cb_rollout.engine.cuda_graphs import selection
+from cb_rollout.engine.cuda_graphs.selection import ExecutionPath, choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.images.check import check_images
 from cb_rollout.engine.images.encoder_cache import EncoderCache
@@ -60,6 +61,8 @@ class Engine:
 
     _weights_seen: list[tuple[int, int]] | None = None
     """Writes to the weights when this policy version computed last; None: it has not."""
+    _warned_of = ""
+    """The slower paths that were logged last."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class Engine:
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
         # Captured before the memory is planned, which then knows what is left.
-        self._graphs, self._graphs_phrase = create_graphs(
+        self._graphs, self._graphs_path = create_graphs(
             self._runner, self.config, max_rows, is_alone=not self._is_split
         )
         self._plan()
@@ -165,12 +168,35 @@ class Engine:
         return self.config.max_requests_per_batch or devices.max_requests_per_batch(self.device)
 
     @property
+    def paths(self) -> list[ExecutionPath]:
+        """Return how prefill and decode steps run at present, part by part."""
+        runner, graphs, selected = self._runner, self._graphs_path, self._runner.backend_selection
+        prefill, obstacle = str(self.batch_layout), runner.packing_obstacle
+        paths = [ExecutionPath("prefill", prefill + ", not packed" * bool(obstacle), obstacle)]
+        if (backend := runner.attention_backend) is None:
+            paths.append(ExecutionPath("decode attention", selected.name, selected.reason))
+        else:
+            paths.append(ExecutionPath("decode attention", f"{selected.name} ({selected.reason})"))
+            forward = backend.traced_forward
+            paths.append(ExecutionPath("forwards", str(forward), forward.obstacle))
+        if self._graphs is not None and (now := self._graphs.obstacle):
+            graphs = graphs._replace(obstacle=f"not {now}")
+        drafts = ("on",) if self._has_drafts else ("off", "its steps take one token of each row")
+        if self.config.num_speculative_tokens == 0:
+            drafts = ("off, as asked",)
+        return [*paths, graphs, ExecutionPath("drafts", *drafts)]
+
+    @property
     def decode_path(self) -> str:
-        backend, graphs = self._runner.attention_backend, self._graphs
-        traced = backend and backend.traced_forward
-        forwards = "" if traced is None else f"; forwards: {traced}"
-        now = "" if graphs is None or graphs.obstacle is None else f"; not {graphs.obstacle}"
-        return f"{self._runner.backend_selection}{forwards}; {self._chosen}{now}"
+        return "; ".join(map(str, self.paths[1:]))
+
+    def _warn_of_slower_paths(self) -> None:
+        """Say what a GPU could run better, in one warning, unless that was said last."""
+        slower = "; ".join(str(path) for path in self.paths if path.obstacle)
+        is_news = slower not in ("", self._warned_of)
+        if is_news and selection.graph_obstacle(self.device) is None:
+            _LOGGER.warning("rollouts would be faster by other paths: %s", slower)
+        self._warned_of = slower
 
     @property
     def _is_model_changed(self) -> bool:
@@ -192,10 +218,8 @@ class Engine:
             is_packed=self.batch_layout is BatchLayout.PACKED,
             rope_limits=self._runner.rope.limits,
         )
-        self._chosen = f"{self._graphs_phrase}; drafts: {'on' if self._has_drafts else 'off'}"
-        lacks_graphs = self._graphs is None and config.wants_graphs is not False
-        is_slow = self.device.type == "cuda" and lacks_graphs
-        _LOGGER.log(logging.WARNING if is_slow else logging.INFO, "%s", self.decode_path)
+        _LOGGER.info("%s", self.decode_path)
+        self._warn_of_slower_paths()
 
     def _memory_model(self) -> MemoryModel:
         config, layout, graphs, device = self.config, self.layout, self._graphs, self.device
@@ -459,7 +483,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001  kernels run what cannot be captured
             self._graphs.give_up(f"now, since capturing the forward failed ({error_text(error)})")
             devices.empty_cache(self.device)
-            _LOGGER.warning("decode steps run without CUDA graphs: %s", self.decode_path)
+        self._warn_of_slower_paths()
 
     def release_graphs(self) -> None:
         """Drop the CUDA graphs and free their memory, until `capture_released`."""

@@ -5,6 +5,7 @@ K: completion tokens of a batch, H: hidden size, V: vocabulary.
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +22,9 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
 from cb_rollout.engine.memory.device import to_device
+from cb_rollout.engine.model.check import NEIGHBOURS
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
@@ -162,15 +165,36 @@ def _scored_in_its_layout(
     # A model that was cast, or that got another layer, is compared again.
     key = rows[0].images is not None, hf_compat.forward_identity(inner)
     layouts = _LAYOUTS.get(inner, {})
-    layout = layouts.get(key) or _agreeing_layout(inner, rows)
+    if (layout := layouts.get(key)) is None:
+        layout, reason = _agreeing_layout(inner, rows)
+        _warn_of_padding(inner, reason)
     _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
     try:
         return _scored(model, rows, layout, temperatures)
-    except ConfigurationError:
+    except ConfigurationError as error:
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
+        _warn_of_padding(inner, str(error))
         return _scored(model, rows, PackingLayout.PADDED, temperatures)
+
+
+def _warn_of_padding(inner: Any, reason: str) -> None:
+    """Say why rows are padded on a GPU; Python shows an equal warning once."""
+    if reason and next(inner.parameters()).device.type == "cuda":
+        text = f"packed_logprobs: prompts cannot be shared ({reason}); rows are padded instead."
+        warnings.warn(text, stacklevel=4)
+
+
+def loss_path(inner: Any, rows: Sequence[PackedRow]) -> ExecutionPath:
+    """Return how the packed forward of such rows runs."""
+    try:
+        with _REPLACING:
+            layout, reason = _agreeing_layout(inner, with_rope_sides(inner, rows))
+    except ConfigurationError as error:
+        return ExecutionPath("packed loss", "not possible", str(error))
+    runs = f"{layout}, not {PackingLayout.SHARED_PROMPTS}" if reason else str(layout)
+    return ExecutionPath("packed loss", runs, reason)
 
 
 def _scored(
@@ -229,8 +253,8 @@ def _chunk(
     return chosen_logprobs(logits_KV.float() / temperatures_K[:, None], labels_K)
 
 
-def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
-    """Return the first layout that agrees with the model's plain forward on some rows.
+def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayout, str]:
+    """Return the first layout that agrees with the plain forward, and why the one before does not.
 
     At temperature 1: a lower temperature multiplies the rounding.
     """
@@ -247,6 +271,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
         )
         for layout in (PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED):
             if layout is PackingLayout.SHARED_PROMPTS and not can_pack(inner):
+                reason = NEIGHBOURS
                 continue
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
@@ -261,7 +286,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> PackingLayout:
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 failed = error
             if failed is None:
-                return layout
+                return layout, reason
             reason = str(failed)
     raise ConfigurationError(
         f"{type(inner).__name__} computes other log-probabilities packed than alone ({reason}); "

@@ -31,6 +31,8 @@ from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.system import container_memory
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
+from cb_rollout.packing.batch import PackedRow
+from cb_rollout.packing.logprobs import loss_path
 from cb_rollout.rollout.checkpoint import load_model, load_processor, load_tokenizer, torch_device
 from cb_rollout.rollout.generator import RolloutGenerator
 
@@ -199,6 +201,7 @@ def checkpoint_findings(
             yield _batch_layout(generator.manager.engine.batch_layout)
             yield from _memory(generator, model)
             yield _comparison(generator, model)
+            yield from _paths(generator, model)
             yield _images(name, generator, model)
     except RolloutError as error:
         yield Finding(Level.BAD, "model", str(error))
@@ -270,6 +273,16 @@ def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Fin
         f"{num_tokens:,} cached at once; {most:,}"
         f" in one sequence (the model's own limit: {longest or 'none named'})",
     )
+
+
+def _paths(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Finding]:
+    """Yield what each part runs by; a warning where a GPU could run it faster."""
+    engine = generator.manager.engine
+    ids = list(hf_compat.text_token_ids(model))[: sum(PROMPT_TOKENS)]
+    row = PackedRow(ids[: PROMPT_TOKENS[0]], ids[PROMPT_TOKENS[0] :])
+    for path in (*engine.paths, loss_path(model, [row] * SEQUENCES_EACH)):
+        is_lost = path.obstacle and graph_obstacle(engine.device) is None
+        yield Finding(Level.WARNING if is_lost else Level.OK, path.part, path.text)
 
 
 def _comparison(generator: RolloutGenerator, model: PreTrainedModel) -> Finding:

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from device_laws import assert_unpadded
 from tiny import tiny_model
 
 from cb_rollout import GenerationOutput, RequestStatus, packed_logprobs
-from cb_rollout.compat import torch as torch_compat
 
 pytestmark = pytest.mark.gpu
 
@@ -50,11 +50,6 @@ def test_scores_and_gradients_are_those_of_the_plain_forward(family, dtype):
         assert float((ours - other).norm()) <= tolerance * max(1.0, float(other.norm()))
 
 
-def test_in_16_bits_pytorchs_unpadded_kernel_is_called(monkeypatch):
-    calls, kernel = [], torch_compat.varlen_attn
-    monkeypatch.setattr(
-        torch_compat, "varlen_attn", lambda *a, **k: calls.append(1) or kernel(*a, **k)
-    )
-    packed_logprobs(tiny_model("qwen3").cuda().to(torch.bfloat16), outputs())
-    if torch.cuda.get_device_capability() >= torch_compat.VARLEN_CAPABILITY:
-        assert calls
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_are_packed_and_shared(dtype, monkeypatch):
+    assert_unpadded(torch.device("cuda", 0), dtype, monkeypatch)

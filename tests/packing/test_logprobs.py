@@ -8,6 +8,7 @@ from threading import Thread
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from plain_attention import varlen_attn, varlen_attn_of_grouped_heads
 from tiny import SMALL, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -19,6 +20,7 @@ from cb_rollout import (
     SamplingParams,
     packed_logprobs,
 )
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.packing import batch as batch_module
 from cb_rollout.packing import forward as forward_module
 from cb_rollout.packing import logprobs as logprobs_module
@@ -128,6 +130,15 @@ def layouts_used(monkeypatch):
 
     monkeypatch.setattr(logprobs_module, "pack", watched)
     return used
+
+
+@pytest.mark.parametrize("varlen", [varlen_attn, varlen_attn_of_grouped_heads])
+def test_prompts_are_shared_where_pytorchs_own_kernel_attends(varlen, monkeypatch):
+    monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
+    monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
+    used = layouts_used(monkeypatch)
+    assert_as_plain(a_model("qwen3"), random_outputs())
+    assert set(used) == {"shared_prompts"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

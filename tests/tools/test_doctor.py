@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_attention import varlen_attn
+from pretend_device import DEVICE, Pretended, pretend_device
 from tiny import char_tokenizer, tiny_model
 from transformers import (
     AutoModel,
@@ -13,7 +15,10 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine import core
+from cb_rollout.rollout.checkpoint import load_model
+from cb_rollout.tools import doctor
 from cb_rollout.tools.cli import main
 from cb_rollout.tools.doctor import EXTRAS, Level, checkpoint_findings, machine_findings
 
@@ -62,6 +67,9 @@ def test_a_good_checkpoint_is_probed_and_compared_with_its_forward(checkpoints, 
     assert lines["extra 'server'"] == "found"
     assert "512 in one sequence" in lines["max tokens"]
     assert lines["rollout against forward"].startswith("32 tokens, ")
+    assert lines["prefill"] == "packed"
+    assert lines["packed loss"] == "shared_prompts"
+    assert lines["drafts"] == "on"
     assert printed.splitlines()[-1].startswith("usable")
     assert not [line for line in printed.splitlines() if line.startswith("X")]
 
@@ -75,8 +83,43 @@ def test_a_hybrids_layers_are_told_apart(checkpoints):
     found = {f.name: f for f in checkpoint_findings(str(checkpoints / "qwen3_5_text"))}
     assert found["layers"].text.startswith("1 with keys and values, 1 with recurrent states")
     assert found["chunks, known prefixes"].text.startswith("not used: recurrent")
+    assert found["prefill"].text.startswith("padded, not packed (recurrent states")
+    assert found["packed loss"].text.startswith("padded, not shared_prompts (recurrent states")
     assert int(found["bytes per sequence"].text.replace(",", "")) > 0
     assert max(f.level for f in found.values()) is Level.OK
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
+@pytest.mark.parametrize(
+    ("varlen", "level", "prefill", "loss"),
+    [
+        (varlen_attn, Level.OK, "packed", "shared_prompts"),
+        (
+            lambda query, key, value: query,
+            Level.WARNING,
+            "padded, not packed (its forward fails (TypeError: ",
+            "padded, not shared_prompts (",
+        ),
+    ],
+    ids=["best", "lost"],
+)
+def test_on_a_gpu_a_path_that_is_not_the_best_is_a_warning(
+    checkpoints, monkeypatch, varlen, level, prefill, loss
+):
+    pytest.importorskip("triton")
+    pretend_device(monkeypatch)
+    monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
+    with Pretended():
+        model = load_model(str(checkpoints / "qwen3"), "bfloat16", "cpu").to(DEVICE)
+        monkeypatch.setattr(doctor, "load_model", lambda *_: model)
+        found = {f.name: f for f in checkpoint_findings(str(checkpoints / "qwen3"))}
+    for name, runs in (("prefill", prefill), ("packed loss", loss)):
+        assert found[name].level is level
+        assert found[name].text.startswith(runs)
+        assert ("unexpected keyword" in found[name].text) is (level is Level.WARNING)
+    assert found["decode attention"].text.startswith("triton (")
+    assert found["CUDA graphs"].text == "on, a step ahead"
+    assert max(f.level for f in found.values()) is level
 
 
 @pytest.mark.parametrize(

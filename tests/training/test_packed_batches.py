@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import accelerate
 import pytest
 import torch
 from tiny import PAD
@@ -384,3 +385,16 @@ def test_a_batch_with_other_inputs_switches_packing_off(pair):
         learned(pair.ours, [with_types, BY_HAND, with_types], settings)
     assert len(caught) == 1
     assert pair.ours._metrics["train"]["rollout/loss_tokens_computed"] == [28, 28, 28]
+
+
+def test_on_a_gpu_a_loss_that_is_padded_says_why(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path, num_hidden_layers=1)
+    given = (trainer, RolloutConfig(loss_forward="packed"), TrainingBytes())
+    # A warning is an error.
+    packed_loss.PackedLoss(*given, can_pack=False)
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(accelerate.Accelerator, "device", property(lambda self: device))
+    packed_loss.PackedLoss(*given, can_pack=True)
+    with pytest.warns(UserWarning, match=r"prompts cannot be shared \(recurrent states") as caught:
+        packed_loss.PackedLoss(*given, can_pack=False)
+    assert len(caught) == 1

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from datasets import Dataset
+from device_laws import assert_trains
 from full_disk import FullDisk
 from tiny_trainer import logged, tiny_trainer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -300,3 +301,8 @@ def test_settings_that_no_rollout_could_serve_are_refused_before_training(
 ):
     with pytest.raises(ConfigurationError, match=message):
         attach(tiny_trainer(tmp_path, **settings))
+
+
+def test_a_trainer_in_its_default_precision_learns(tmp_path):
+    """On a card: `tests/gpu/test_precisions_on_gpu.py`."""
+    assert_trains(tmp_path, torch.device("cpu"))

@@ -240,14 +240,13 @@ class PackedAttention:
         """Call PyTorch's own flash attention of segments, which sdpa has no arguments for."""
         indices, varlen = self._varlen_arguments
         queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-        output_NHD = torch_compat.varlen_attn(
+        output_NHD = torch_compat.varlen_of_grouped_heads(
             queries.contiguous(),
             _chosen(keys, indices).contiguous(),
             _chosen(values, indices).contiguous(),
             *varlen.values(),
             scale=scale,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=True,
         )
         return output_NHD[None], None
 

@@ -111,7 +111,8 @@ class TracedForward:
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._inductor_options: Mapping[str, Any] | None = None
-        self._obstacle = ""
+        self.obstacle = ""
+        """The reason why the forward is not compiled; "": it is, or was not to be."""
         self._weights: list[object] = []
         self._has_hooks = False
 
@@ -119,8 +120,8 @@ class TracedForward:
         """Return a phrase for the log."""
         if self.trace is not None:
             return "compiled" if self.trace.is_compiled else "from a trace"
-        if self._obstacle:
-            return f"by the model, not compiled ({self._obstacle})"
+        if self.obstacle:
+            return "by the model, not compiled"
         if not self.can_trace:
             return "by the model"
         if self._inductor_options is not None:
@@ -157,7 +158,7 @@ class TracedForward:
 
     def stay_untraced(self, obstacle: str = "") -> None:
         """Run the model itself from now on; `obstacle`: the reason why it is not compiled."""
-        self._num_traces, self.trace, self._obstacle = MOST_TRACES, None, obstacle
+        self._num_traces, self.trace, self.obstacle = MOST_TRACES, None, obstacle
 
     def is_due(self) -> bool:
         """Count a step, and decide whether to make a trace before it."""
@@ -197,8 +198,10 @@ class TracedForward:
             is_answer = isinstance(error, UntraceableError)
             reason = str(error) if is_answer else error_text(error)
             if options is not None:
-                _LOGGER.warning("decode forwards are not compiled: %s", reason)
-                self._inductor_options, self._obstacle = None, reason
+                # Where nothing else than a compiled trace runs, the engine warns of all its paths.
+                level = logging.WARNING if self._tracing.simplify else logging.INFO
+                _LOGGER.log(level, "decode forwards are not compiled: %s", reason)
+                self._inductor_options, self.obstacle = None, reason
                 self._num_traces -= 1
                 return
             self.stay_untraced()

@@ -13,7 +13,6 @@ alone; a step of more rows than any graph has runs without one.
 B: rows of a graph, N: most rows, V: vocabulary, C: most `top_logprobs`, R: rows that ask for them.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +38,6 @@ from cb_rollout.types import RequestStatus
 if TYPE_CHECKING:
     from cb_rollout.engine.attention.triton.backend import TritonBackend
 
-_LOGGER = logging.getLogger(__name__)
 
 # At most half as many rows again as needed: up to here, a step's time is reading weights.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -209,9 +207,8 @@ class GraphedDecoding:
     @property
     def obstacle(self) -> str | None:
         """Return why no graph may run at present; None: they may."""
-        return (
-            "while the model has forward hooks, as it has now" if self.has_hooks else self._failure
-        )
+        hooks = "while the model has forward hooks, as it has now, which a graph would not call"
+        return hooks if self.has_hooks else self._failure
 
     @property
     def is_wanting(self) -> bool:
@@ -285,12 +282,7 @@ class GraphedDecoding:
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
         weights = torch_compat.captured_weights(self._runner.model)
-        had_hooks, self.has_hooks = self.has_hooks, torch_compat.has_hooks(self._runner.model)
-        if self.has_hooks and not had_hooks:
-            _LOGGER.warning(
-                "decode steps run without CUDA graphs while the model has forward hooks, which a "
-                "graph would not call; remove the hooks to make rollouts faster"
-            )
+        self.has_hooks = torch_compat.has_hooks(self._runner.model)
         if self.has_hooks or weights != self._weights:
             self.forget()
             self._weights, self._failure = weights, None

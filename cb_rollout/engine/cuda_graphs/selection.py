@@ -3,7 +3,7 @@
 A setting that cannot be honoured is refused.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,22 @@ _GRAPH_SETTINGS = {
     "kv_padding_interval_size": (0,),
     "max_cached_graphs": (0,),
 }
+
+
+class ExecutionPath(NamedTuple):
+    """The way in which one part of a rollout, or of the loss, runs."""
+
+    part: str
+    runs: str
+    obstacle: str = ""
+    """The reason why a better way, which no setting forbids, is not taken."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.runs} ({self.obstacle})" if self.obstacle else self.runs
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.text}"
 
 
 def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> None:
@@ -87,7 +103,7 @@ def graph_obstacle(device: torch.device) -> str | None:
 
 def create_graphs(
     runner: ModelRunner, config: RolloutConfig, max_rows: int, *, is_alone: bool
-) -> tuple[GraphedDecoding | None, str]:
+) -> tuple[GraphedDecoding | None, ExecutionPath]:
     """Create the graphs of decode steps, where possible.
 
     Args:
@@ -97,7 +113,7 @@ def create_graphs(
         is_alone: whether no other process takes part in the forwards.
 
     Returns:
-        The graphs, captured for each number of rows, or None; and a phrase for the log.
+        The graphs, captured for each number of rows, or None; and their path.
 
     Raises:
         ConfigurationError: a setting asks for graphs, and there can be none.
@@ -108,14 +124,15 @@ def create_graphs(
     if traced_forward is not None and is_plain:
         traced_forward.stay_untraced()
     if config.wants_graphs is False:
-        return None, "CUDA graphs: off, as asked"
+        return None, ExecutionPath("CUDA graphs", "off, as asked")
     graphs, obstacle = None, _graph_obstacle(runner)
     if not is_alone:
         obstacle = "need a model that one process holds whole"
     if obstacle is None:
         graphs, obstacle = _try_capture(runner, config, max_rows)
     if graphs is not None:
-        return graphs, "CUDA graphs: on" + (", a step ahead" if config.looks_ahead else "")
+        ahead = ", a step ahead" if config.looks_ahead else ""
+        return graphs, ExecutionPath("CUDA graphs", f"on{ahead}")
     asked = [
         f"{name}={getattr(config, name)!r}"
         for name, rest in _GRAPH_SETTINGS.items()
@@ -126,7 +143,7 @@ def create_graphs(
             f"{', '.join(asked)} {obstacle}; leave use_cuda_graph and the settings of its graphs "
             "at their defaults."
         )
-    return None, f"CUDA graphs: off ({obstacle})"
+    return None, ExecutionPath("CUDA graphs", "off", obstacle or "")
 
 
 def _try_capture(

@@ -45,6 +45,9 @@ LENGTHS_OF_BITS = (3, 38, 1, 17, 30)
 # Small, so that every row has several blocks.
 BLOCK_SIZE = 4
 
+# The reason why a layout that cannot be packed is not.
+NEIGHBOURS = "recurrent states or sparse attention would mix rows that stand end to end"
+
 Result = TypeVar("Result")
 
 Forward = Sequence[tuple[int, int]]
@@ -85,8 +88,11 @@ def check_model(
         difference, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
             if runner.batch_layout is BatchLayout.PACKED and not layout.can_pack:
+                runner.packing_obstacle = NEIGHBOURS
                 continue
             difference, failure = _difference(runner, layout, rows, expected)
+            if runner.batch_layout is BatchLayout.PACKED:
+                runner.packing_obstacle = difference
             if not difference:
                 pages = page_layout(layout)
                 runner.backend_selection = _set_backend(runner, layout, pages, rows, expected)

@@ -77,6 +77,8 @@ class ModelRunner:
         self.model = model
         self.device = next(model.parameters()).device
         self.batch_layout = BatchLayout.PADDED
+        self.packing_obstacle = ""
+        """The reason why `batch_layout` is not PACKED."""
         self.is_bitwise, self.is_split = is_bitwise, is_split
         self._autocast_dtype = autocast_dtype
         self._higher_dtype: torch.dtype | None = None

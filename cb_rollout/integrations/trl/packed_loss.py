@@ -25,6 +25,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.memory.plan import TrainingBytes
+from cb_rollout.engine.model.check import NEIGHBOURS
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
@@ -199,6 +200,8 @@ class PackedLoss:
         # Of batches without images and with some; None: the trainer's own forward computes them.
         first = PackingLayout.SHARED_PROMPTS if can_pack else PackingLayout.PADDED
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
+        if not can_pack and trainer.accelerator.device.type == "cuda":
+            _warn_of_padding(NEIGHBOURS)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[tuple[Any, ...]] = set()
         self._has_compared_gradients = False
@@ -303,11 +306,7 @@ class PackedLoss:
             not_shared, run.layout = reason, PackingLayout.PADDED
         if not_shared is not None:
             self._layouts[run.has_images] = run.layout
-            warnings.warn(
-                f"loss_forward='packed': prompts cannot be shared ({not_shared}); rows are sorted "
-                "by length instead.",
-                stacklevel=2,
-            )
+            _warn_of_padding(not_shared)
         return True
 
     def _give_up(self, reason: str, has_images: bool) -> None:
@@ -393,6 +392,14 @@ def _rows_of_batch(
         raise
     except Exception as error:  # noqa: BLE001 - any error is the reason
         return None, f"its images cannot be divided into rows: {error_text(error)}"
+
+
+def _warn_of_padding(reason: str) -> None:
+    warnings.warn(
+        f"loss_forward='packed': prompts cannot be shared ({reason}); rows are sorted by length "
+        "instead.",
+        stacklevel=2,
+    )
 
 
 def _warn_of_batch(reason: str) -> None:

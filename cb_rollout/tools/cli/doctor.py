@@ -16,8 +16,8 @@ def add_doctor(commands: Any) -> None:
         "doctor",
         help="check this machine, and a checkpoint",
         description="Check what a rollout needs: versions, device, memory; with MODEL also what "
-        "its layers keep, how much memory they get, and that it generates what its own forward "
-        "says. Exit code 1: not usable, and why.",
+        "its layers keep, how much memory they get, which paths they run by, and that it generates "
+        "what its own forward says. Exit code 1: not usable, and why.",
     )
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="a checkpoint's directory or hub name"

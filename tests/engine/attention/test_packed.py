@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plain_attention import varlen_attn, varlen_attn_of_grouped_heads
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as with_sinks
 from transformers.models.llama.modeling_llama import eager_attention_forward
@@ -130,23 +131,12 @@ def test_each_token_attends_to_its_own_sequence(implementation, own_attention, w
     assert attend.num_calls == 1
 
 
+@pytest.mark.parametrize("varlen", [varlen_attn, varlen_attn_of_grouped_heads])
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("window", [None, 5], ids=["full", "window"])
-def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(monkeypatch, window, continues):
-    def varlen(query, key, value, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
-        assert enable_gqa
-        assert window_size[1] == 0
-        arguments = {
-            "cu_seq_lens_q": ends_q,
-            "cu_seq_lens_k": ends_k,
-            "max_length_q": max_q,
-            "max_length_k": max_k,
-            "sliding_window": None if window_size[0] < 0 else window_size[0] + 1,
-            "scaling": scale,
-        }
-        states = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
-        return flash(a_layer(), *states, None, **arguments)[0][0]
-
+def test_on_a_gpu_pytorchs_own_kernel_takes_segments_unpadded(
+    monkeypatch, window, continues, varlen
+):
     monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
     monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
     segments = segments_of_rows()

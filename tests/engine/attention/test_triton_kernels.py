@@ -26,6 +26,10 @@ TOLERANCES = {torch.float32: FLOAT32, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Rounding of outputs of order one; float32 products are not rounded to tf32.
 
 
+BFLOAT16_ULP = 2**-7
+# Of numbers below two: outputs are rounded once, and shares before their product with values.
+
+
 class Pages:
     """Random pages of some rows, groups of which share their leading blocks."""
 
@@ -86,7 +90,9 @@ class Pages:
         )
 
 
-def check(pages, spec, *, heads_per_key, num_stretches=1, interval=16, has_tiles=False):
+def check(
+    pages, spec, *, heads_per_key, num_stretches=1, interval=16, has_tiles=False, tolerance=None
+):
     metadata = pages.metadata(num_stretches, interval, heads_per_key, has_tiles)
     B, K, dtype = len(pages.lengths), pages.key_heads, pages.dtype
     new_keys, new_values = (
@@ -96,6 +102,7 @@ def check(pages, spec, *, heads_per_key, num_stretches=1, interval=16, has_tiles
     write(new_keys, new_values, pages.layer, metadata)
     query = torch.randn(B, K * heads_per_key, pages.D, device=DEVICE).to(dtype)
     work = cut(metadata, spec.window) if num_stretches else None
+    tolerance = tolerance or TOLERANCES[dtype]
     output = attend(query, pages.layer, metadata, spec, work)
     num_written = (pages.keys != before).any(1).sum().item()
     assert num_written == sum(length > 0 for length in pages.lengths)
@@ -107,9 +114,7 @@ def check(pages, spec, *, heads_per_key, num_stretches=1, interval=16, has_tiles
         assert torch.equal(keys[-1], new_keys[row])
         assert torch.equal(values[-1], new_values[row])
         expected = softmax_attention(query[row], keys, values, spec)
-        torch.testing.assert_close(
-            output[row].double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
-        )
+        torch.testing.assert_close(output[row].double(), expected, atol=tolerance, rtol=tolerance)
 
 
 def sinks(count):
@@ -170,6 +175,25 @@ def test_a_row_that_ended_hides_no_key_from_its_neighbours(window, ended):
     pages = Pages(lengths, groups, **sizes, dtype=torch.float32)
     given = {"num_stretches": 6, "interval": 4, "heads_per_key": 2}
     check(pages, AttentionSpec(0.3, window), **given, has_tiles=True)
+
+
+def check_bfloat16_tiles(heads_per_key, num_stretches):
+    """Compare rows of two tiles of one prompt, and a row alone, of the shape that GRPO decodes."""
+    torch.manual_seed(heads_per_key)
+    sizes = {"key_heads": 1, "sizes": (128, 128), "block_size": 16, "dtype": torch.bfloat16}
+    most = 64 // heads_per_key
+    pages = Pages([48 + row for row in range(most + 2)], [(0, most + 1, 48)], **sizes)
+    pages.lengths[0], pages.lengths[-1] = 0, 30
+    assert shared_rows(heads_per_key, pages.layer) == most
+    given = {"num_stretches": num_stretches, "interval": 16, "has_tiles": True}
+    spec = AttentionSpec(128**-0.5)
+    check(pages, spec, heads_per_key=heads_per_key, **given, tolerance=BFLOAT16_ULP)
+
+
+@pytest.mark.parametrize("heads_per_key", [4, 2])
+@pytest.mark.parametrize("num_stretches", [1, 5])
+def test_tiles_of_a_prompt_in_bfloat16_are_rounded_once(heads_per_key, num_stretches):
+    check_bfloat16_tiles(heads_per_key, num_stretches)
 
 
 def test_a_group_larger_than_a_tile_gets_several():
@@ -302,6 +326,30 @@ FAULTS = {
     "parts are joined without their shares": ("partial * shares[:, :, None]", "partial"),
     "sinks are left out of a join": ("        total += 1.0\n", "        total += 0.0\n"),
 }
+TILE_FAULTS = {
+    "a tile has the queries of its first row": ("(first_row + member)", "(first_row + 0 * member)"),
+    "a tile leaves out its last row": ("member < num_rows", "member < num_rows - IS_SHARED"),
+    "a key head answers one query": (
+        "heads[:, None] * query_head",
+        "0 * heads[:, None] * query_head",
+    ),
+    "a prompt is read again with a row's own keys": (
+        "begin = tl.load(shared + unit)",
+        "begin = 0 * tl.load(shared + unit)",
+    ),
+    "an ended row hides a prompt": ("& ((row_lengths > 0) | (not IS_SHARED))", "& (tile < 0)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="faults are interpreted")
+@pytest.mark.parametrize("heads_per_key", [4, 2])
+@pytest.mark.parametrize("fault", TILE_FAULTS)
+def test_a_tile_with_a_fault_is_refused_in_bfloat16(fault, heads_per_key, tmp_path, monkeypatch):
+    faulty = with_fault(kernels, *TILE_FAULTS[fault], tmp_path)
+    monkeypatch.setattr(launch, "attend_kernel", faulty.attend_kernel)
+    with pytest.raises((AssertionError, InterpreterError)):
+        check_bfloat16_tiles(heads_per_key, 5)
 
 
 @pytest.mark.slow

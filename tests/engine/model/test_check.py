@@ -1,8 +1,12 @@
+from functools import wraps
+
 import pytest
 import torch
+from plain_attention import varlen_attn, varlen_attn_of_grouped_heads
 from tiny import tiny_model
 
 from cb_rollout import ConfigurationError, RolloutGenerator
+from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.attention.packed import PackedAttention
 from cb_rollout.engine.model import runner as model_runner
 from cb_rollout.engine.model.check import check_model
@@ -53,6 +57,16 @@ def without_mask(module, args, arguments):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gpt_oss", "deepseek_v3"])
 def test_a_model_whose_attention_can_be_replaced_has_its_prompts_packed(family):
     assert batch_layout(tiny_model(family)) is BatchLayout.PACKED
+
+
+@pytest.mark.parametrize("varlen", [varlen_attn, varlen_attn_of_grouped_heads])
+def test_a_model_is_packed_where_pytorchs_own_kernel_attends(varlen, monkeypatch):
+    called = []
+    counted = wraps(varlen)(lambda *args, **named: called.append(1) or varlen(*args, **named))
+    monkeypatch.setattr(torch_compat, "varlen_attn", counted)
+    monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
+    assert batch_layout(tiny_model("qwen3")) is BatchLayout.PACKED
+    assert called
 
 
 @pytest.mark.parametrize("family", ["bloom", "lfm2"])
