@@ -12,7 +12,7 @@ NUM_STEPS = 5
 SHARDED = ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "fsdp1", "fsdp1_tied", "fsdp1_lora"]
 SLEPT = ["fsdp2_slept", "fsdp2_tied_slept", "fsdp2_lora_slept", "fsdp1_slept"]
 WHOLE = ["plain", "plain_copy", "ddp", "ddp_copy"]
-ZERO = ["zero1", "zero2", "zero3", "zero3_tied", "zero3_lora"]
+ZERO = ["zero1", "zero2", "zero3", "zero3_tied", "zero3_lora", "zero3_slept"]
 SHARED = ["plain", "ddp", "zero1", "zero2"]
 # Of these, the ways in which nothing is copied.
 
@@ -62,6 +62,8 @@ def test_processes_draw_apart_by_themselves(ranks):
 @pytest.mark.parametrize("way", ZERO)
 def test_under_deepspeed_too(zero_ranks, way):
     require_followed(zero_ranks, way)
+    if way == "zero3_slept":
+        assert all(rank[way]["asleep"] == [0] for rank in zero_ranks)
 
 
 @pytest.mark.parametrize("way", ["fsdp2_bf16", "fsdp1_bf16"])
