@@ -259,14 +259,17 @@ def default_group_timeout() -> timedelta | None:
         return None
 
 
-def captured_weights(model: torch.nn.Module) -> list[object]:
+def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object]:
     """Return what a captured forward relies on, to be compared with what it relies on later.
 
-    These are modules, the functions that they run as `forward`, tensors' addresses, and peft's
-    adapters.
+    These are modules, the functions that they run as `forward`, tensors' storages or addresses, and
+    peft's adapters.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    captured: list[object] = [tensor.data_ptr() for tensor in tensors]
+    captured: list[object] = [
+        t.data_ptr() if by_address else (t.untyped_storage()._cdata, t.storage_offset())
+        for t in tensors
+    ]
     module: Any
     for module in model.modules():
         captured.append((weakref.ref(module), forward_of(module), forward_numbers(module)))

@@ -85,8 +85,13 @@ COMBINATIONS = {
     "pool, shared weights": Combination("`RolloutPool`", "`weight_sync='shared'`",
         "weight_sync='shared': a pool's workers have weights of their own; leave it at 'auto'."),
     "pool, trainer's needs": Combination(
-        "`attach(trainer, pool)`", "`return_logprobs=False` or `router_replay=True`",
+        "`attach(trainer, pool)`",
+        "`return_logprobs=False`, `release_cache='with_weights'` or `router_replay=True`",
         "{fault}: a trainer with a pool cannot use it; {advice}."),
+    "released weights, shared": Combination(
+        "`release_cache='with_weights'` and `sleep(level=2)`", "`weight_sync='shared'`",
+        "the weights that generate are the training module's, so a sleep cannot release them; set "
+        "weight_sync='copy', or use release_cache='between_steps' and sleep()."),
     "replay, adjusted": Combination(
         "`sampling_mask='replay'`", "penalties, biases or forced tokens",
         "sampling_mask='replay' knows top_k, top_p, min_p and typical_p, not penalties, biases or "
@@ -115,7 +120,8 @@ COMBINATIONS = {
     "strategy, batch": Combination(
         "a strategy",
         "tensor parallelism, or rows that are no multiple of `num_generations`; one that samples "
-        "ahead: tools, environments, a `rollout_func`",
+        "ahead: tools, environments, a `rollout_func`; one that carries sequences: "
+        "`release_cache='with_weights'`",
         "{name} does not go with {fault}; use Plain(), or change that."),
     "strategy, carried tokens": Combination(
         "a strategy that carries sequences", "`vllm_importance_sampling_correction` off, and RLOO",

@@ -91,9 +91,10 @@ class SamplingMaskMode(StrEnum):
 
 
 class ReleaseCache(StrEnum):
-    """Time at which the KV memory is released."""
+    """Memory that is released while training runs."""
 
     BETWEEN_STEPS = "between_steps"
+    WITH_WEIGHTS = "with_weights"
     NEVER = "never"
 
 

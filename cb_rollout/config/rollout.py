@@ -310,9 +310,11 @@ class RolloutConfig:
     )
     release_cache: str = setting(
         "between_steps",
-        "between_steps: give the KV memory back while training runs; never: keep.",
+        "between_steps: give the KV memory back while training runs; with_weights: also that of a "
+        "copy's weights and of CUDA graphs; never: keep.",
         ReleaseCache,
-        cost="between_steps costs an allocation per rollout; never: its memory while training.",
+        cost="between_steps costs an allocation per rollout; with_weights: a whole sync and new "
+        "graphs per rollout too; never: its memory while training.",
     )
     training_reserve_gib: float | str = setting(
         "auto",

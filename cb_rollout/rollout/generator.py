@@ -16,7 +16,7 @@ import torch
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.checks import require_known
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.enums import InFlight
+from cb_rollout.config.enums import InFlight, ReleaseCache
 from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
@@ -86,6 +86,9 @@ class RolloutGenerator:
         self.tokenizer = tokenizer
         self._generation_config = generation_config
         self._weights = create_weight_sync(model, self.config, accelerator, optimizer)
+        if self.config.release_cache == ReleaseCache.WITH_WEIGHTS:
+            # Refuses shared weights.
+            self._weights.own_weights()
         self.manager = ContinuousBatchingManager(
             self._weights.module,
             generation_config,
@@ -248,6 +251,7 @@ class RolloutGenerator:
             self.manager.paused(in_flight),
         ):
             num_bytes = self._weights.sync()
+            self.manager.pauses.release(PauseReason.WEIGHTS)
             self.manager.loop.begin_policy_version(InFlight(in_flight))
             if self.config.verify_weight_sync:
                 require_equal(self._weights)
@@ -257,19 +261,38 @@ class RolloutGenerator:
     def is_asleep(self) -> bool:
         return PauseReason.SLEEP in self.manager.pauses.reasons
 
-    def sleep(self, release_graphs: bool = False) -> None:
-        """Release the KV memory and pause the engine; unfinished sequences wait.
+    def sleep(self, level: int = 1, *, release_graphs: bool = False) -> None:
+        """Release memory and pause the engine; unfinished sequences wait.
 
         Args:
+            level: 1: release the KV memory. 2: release also CUDA graphs, and the weights that the
+                training module does not hold. The next `sync_weights()` allocates and writes these;
+                until then `wake()` and rollouts raise `RolloutError`.
             release_graphs: release the memory of CUDA graphs too. Capturing them again takes
                 seconds, in `wake()`.
+
+        Raises:
+            ConfigurationError: `level` is another, or the training module holds all weights.
         """
-        if not self.is_asleep:
-            with interrupts_deferred(), self.manager.observers.span("sleep"):
-                self.manager.sleep(release_graphs)
+        if level not in (1, 2):
+            raise ConfigurationError(f"level={level!r} of sleep() is not 1 or 2.")
+        if level == 1 and self.is_asleep:
+            return
+        with (
+            interrupts_deferred(),
+            self.manager.observers.span("sleep"),
+            self.manager.loop.paused(),
+        ):
+            if level == 2:
+                self._weights.release()
+                self.manager.pauses.hold(PauseReason.WEIGHTS)
+            self.manager.sleep(release_graphs or level == 2)
 
     def wake(self) -> None:
-        """Resume the engine after `sleep()` or `lend_to_trainer()`; its next step allocates."""
+        """Resume the engine after `sleep()` or `lend_to_trainer()`; its next step allocates.
+
+        `RolloutError`: after `sleep(level=2)`, before `sync_weights()`.
+        """
         with interrupts_deferred():
             self.manager.wake()
 

@@ -114,7 +114,8 @@ class GroupCollector:
 
     def close(self) -> None:
         """Cancel all groups in flight; prompts that were taken from the source are given up."""
-        self._sampler.wake()
+        if len(self._in_flight):
+            self._sampler.wake()
         self._in_flight.cancel(list(self._in_flight))
         for group in self._kept:
             self.stats.drop(group.outputs)

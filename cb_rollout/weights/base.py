@@ -4,6 +4,9 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.fsdp import local_part
+from cb_rollout.config.combinations import refused
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.errors import WeightSyncError, abbreviated
 
 
@@ -20,6 +23,8 @@ class WeightSynchronizer:
     """How adapters run on a GPU, with the reason; empty elsewhere."""
     is_collective: bool = False
     """True: a sync, and a forward of `trained`, need every process at once."""
+    _released: tuple[tuple[torch.UntypedStorage, int], ...] = ()
+    """Storages without memory until the next sync, and the bytes of each."""
 
     def follow(self, trained: torch.nn.Module) -> None:
         """Take a re-wrapped model as the weight source; a wrapper leaves the module inside."""
@@ -36,6 +41,31 @@ class WeightSynchronizer:
     def differing(self) -> list[str]:
         """Return the names of the tensors that a sync would change now."""
         return []
+
+    def own_weights(self) -> list[torch.Tensor]:
+        """List the weights that the training module does not hold.
+
+        `ConfigurationError`: it holds all.
+        """
+        raise refused("released weights, shared")
+
+    def release(self) -> None:
+        """Free the memory of `own_weights` until the next sync.
+
+        Tensors and storages keep their identity. A forward would read address 0.
+        """
+        weights = [local_part(weight) for weight in self.own_weights()]
+        for storage in (weight.untyped_storage() for weight in weights):
+            if num_bytes := storage.nbytes():
+                self._released += ((storage, num_bytes),)
+                storage.resize_(0)
+        for device in {weight.device for weight in weights}:
+            devices.empty_cache(device)
+
+    def _allocate_released(self) -> None:
+        for storage, num_bytes in self._released:
+            storage.resize_(num_bytes)
+        self._released = ()
 
 
 class SharedWeights(WeightSynchronizer):

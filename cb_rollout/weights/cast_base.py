@@ -55,6 +55,10 @@ class CastBaseWeights(WeightSynchronizer):
     def sync(self) -> int:
         hf_compat.refuse_sharded(self._model)
         frozen = dict(frozen_weights(self._model, self._precision))
+        if self._released:
+            for cast in self._casts.values():
+                cast.state = ()
+            self._allocate_released()
         before, self._casts, num_bytes = self._casts, {}, 0
         with torch.no_grad(), devices.plain_modes():
             for weight, state in frozen.items():
@@ -80,6 +84,9 @@ class CastBaseWeights(WeightSynchronizer):
                 for name, cast in named
                 if cast and not cast.value.equal(cast.weight.to(cast.value.dtype))
             ]
+
+    def own_weights(self) -> list[torch.Tensor]:
+        return [cast.value for cast in self._casts.values()]
 
     def _mirror(self, module: torch.nn.Module, twins: _Twins) -> torch.nn.Module:
         """Make the twin of a module hold what the module holds, its weights cast; return it."""

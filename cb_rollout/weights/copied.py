@@ -84,6 +84,9 @@ class CopiedWeights(WeightSynchronizer):
         # Autocast would round the adapters that are merged.
         with devices.plain_modes(), torch.no_grad():
             source, weights = self._matching()
+            if self._released:
+                self._taken.clear()
+                self._allocate_released()
             stale = [weight for weight in weights if self._is_stale(weight, source)]
             # Reading replaces a shard's storage, so take the states first.
             states = {weight: _state(weight, source) for weight in stale}
@@ -105,6 +108,9 @@ class CopiedWeights(WeightSynchronizer):
                 for name in weight.names
                 if not _is_equal(fsdp_compat.local_part(self._held[name]), value)
             ]
+
+    def own_weights(self) -> list[torch.Tensor]:
+        return list(self.module.parameters())
 
     def _matching(self) -> tuple[PlainSource, list[Weight]]:
         """Match the training module's present tensors with the copy's.

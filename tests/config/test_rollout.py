@@ -137,7 +137,7 @@ def test_the_training_reserve_is_kept_as_given(value):
         ("sampling_mask", "ignore, replay"),
         ("old_logps", "auto, trainer, rollout"),
         ("on_logprob_drift", "raise, recompute"),
-        ("release_cache", "between_steps, never"),
+        ("release_cache", "between_steps, with_weights, never"),
     ],
 )
 def test_a_choice_outside_the_list_is_answered_with_the_list(field, choices):

@@ -36,6 +36,7 @@ from cb_rollout import (
     SamplingParams,
     packed_logprobs,
 )
+from cb_rollout.compat.fsdp import local_part
 
 BATCH = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -109,19 +110,29 @@ def follow(
     config: RolloutConfig,
     step_of: Callable[[Any], Callable[[], None]] = stepping,
     gather: Callable[[Any], dict[str, torch.Tensor]] = gathered,
+    level: int = 0,
 ) -> dict[str, Any]:
-    """Train both, roll the distributed one out after every step, and compare."""
+    """Train both, roll the distributed one out after every step, and compare.
+
+    `level`: of the sleep before each step; 0: none.
+    """
     steps = (step_of(model), stepping(reference))
     rank = dist.get_rank()
     # Those that the optimizer steps, whatever the modules show later.
     parameters = list(model.parameters())
     before = plain_logprobs(reference, [5, 6], [7, 8, 9])
     differences, apart, drifts, parts_kept, num_bytes, num_unequal = [], [], [], True, [], 0
+    asleep: set[int] = set()
     # Holds the gathered weights; adapters are held against the reference alone.
     probe = reference if hasattr(reference, "peft_config") else copy.deepcopy(reference).eval()
     has_adapters = hasattr(reference, "peft_config")
     with RolloutGenerator(model, config) as generator:
+        copied = list(generator.manager.model.parameters())
+        identity = [local.untyped_storage()._cdata for local in map(local_part, copied)]
         for step in range(NUM_STEPS):
+            if level:
+                generator.sleep(level)
+                asleep |= {local_part(p).untyped_storage().nbytes() for p in copied}
             for train in steps:
                 train()
             # As a trainer does for old log-probabilities; leaves the root's parameters whole.
@@ -166,6 +177,8 @@ def follow(
     return {
         "difference": max(differences),
         "apart": max(apart),
+        "asleep": sorted(asleep),
+        "is_same": identity == [local_part(p).untyped_storage()._cdata for p in copied],
         "drift": max(drifts),
         "moved": max(abs(a - b) for a, b in zip(before, after, strict=True)),
         "parts_kept": parts_kept,
@@ -233,6 +246,10 @@ def main() -> None:
     tied = {"tie_word_embeddings": True}
     results: dict[str, Any] = {
         "fsdp2": follow(sharded(plain()), plain(), checked),
+        "fsdp2_slept": follow(sharded(plain()), plain(), checked, level=2),
+        "fsdp2_tied_slept": follow(sharded(plain(**tied)), plain(**tied), checked, level=2),
+        "fsdp2_lora_slept": follow(sharded(with_lora()), with_lora(), checked, level=2),
+        "fsdp1_slept": follow(fsdp1(plain()), plain(), checked, level=2),
         "fsdp2_root": follow(fully_shard(plain()), plain(), checked),
         "fsdp2_tied": follow(sharded(plain(**tied)), plain(**tied), checked),
         "fsdp2_bf16": follow(sharded(plain(), mp_policy=half), plain(), checked),

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.compat.fsdp import local_part
 
 STUCK_SECONDS = 280
 NEW_TOKENS = 12
@@ -85,7 +86,7 @@ def check(
         num_blocks=64, tensor_parallel_size=size, verify_weight_sync=True, **settings
     )
     rank = dist.get_rank()
-    found: dict[str, Any] = {"is_equal": [], "differences": [], "drifts": []}
+    found: dict[str, Any] = {"is_equal": [], "differences": [], "drifts": [], "asleep": set()}
     trainable = [(model, list(model.parameters())) for model in (whole, trained)]
     # Processes that train a split model have equal prompts, others their own.
     own = prompts(3, 17, 9) if is_split else prompts(3 + rank, 17, 9)[: 1 + rank % 3]
@@ -100,6 +101,9 @@ def check(
             )
             found["differences"].append(largest_difference(whole, rows))
             found["drifts"].append(generator.verify(2).max)
+            generator.sleep(level=2)
+            held = map(local_part, generator.manager.model.parameters())
+            found["asleep"] |= {tensor.untyped_storage().nbytes() for tensor in held}
             for model, parameters in trainable:
                 change(model, parameters)
             alone.sync_weights()
@@ -111,6 +115,7 @@ def check(
         found["whole"] = max(parameter.numel() for parameter in whole.parameters())
         found["refusal"] = "" if is_split else refusal(generator)
         head = generator.manager.model.get_output_embeddings().weight
+        found["asleep"] = sorted(found["asleep"])
         found["held"] = head.to_local().numel() if isinstance(head, DTensor) else head.numel()
     return found
 

@@ -10,8 +10,9 @@ MODEL_BYTES = sum(tensor.nbytes for tensor in [*tiny_model().parameters(), *tiny
 NUM_STEPS = 5
 
 SHARDED = ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "fsdp1", "fsdp1_tied", "fsdp1_lora"]
+SLEPT = ["fsdp2_slept", "fsdp2_tied_slept", "fsdp2_lora_slept", "fsdp1_slept"]
 WHOLE = ["plain", "plain_copy", "ddp", "ddp_copy"]
-ZERO = ["zero1", "zero2", "zero3", "zero3_tied", "zero3_lora"]
+ZERO = ["zero1", "zero2", "zero3", "zero3_tied", "zero3_lora", "zero3_slept"]
 SHARED = ["plain", "ddp", "zero1", "zero2"]
 # Of these, the ways in which nothing is copied.
 
@@ -40,11 +41,18 @@ def require_followed(ranks, way):
         assert rank[way]["spoiled"] == ([] if index or is_shared else ["model.norm.weight"])
 
 
-@pytest.mark.parametrize("way", WHOLE + SHARDED)
+@pytest.mark.parametrize("way", WHOLE + SHARDED + SLEPT)
 def test_rollouts_are_the_whole_models_after_every_step(ranks, way):
     require_followed(ranks, way)
     # A process that trains alone on the same batches ends in the same policy.
     assert max(rank[way]["apart"] for rank in ranks) <= 1e-5
+
+
+@pytest.mark.parametrize("way", SLEPT)
+def test_a_copy_holds_no_weights_while_processes_train(ranks, way):
+    for rank in ranks:
+        assert rank[way]["asleep"] == [0]
+        assert rank[way]["is_same"]
 
 
 def test_processes_draw_apart_by_themselves(ranks):
@@ -54,6 +62,8 @@ def test_processes_draw_apart_by_themselves(ranks):
 @pytest.mark.parametrize("way", ZERO)
 def test_under_deepspeed_too(zero_ranks, way):
     require_followed(zero_ranks, way)
+    if way == "zero3_slept":
+        assert all(rank[way]["asleep"] == [0] for rank in zero_ranks)
 
 
 @pytest.mark.parametrize("way", ["fsdp2_bf16", "fsdp1_bf16"])
@@ -86,7 +96,8 @@ def test_fsdp1_without_the_models_own_parameters_is_refused_with_advice(ranks):
 
 def test_what_is_copied_is_counted(ranks):
     for rank in ranks:
-        for way in ("fsdp2", "fsdp1", "ddp_copy"):
+        # After a sleep, the frozen layers below adapters are copied too.
+        for way in ("fsdp2", "fsdp1", "ddp_copy", "fsdp2_lora_slept"):
             assert rank[way]["bytes_copied"] == [MODEL_BYTES] * NUM_STEPS
         assert rank["ddp"]["bytes_copied"] == [0] * NUM_STEPS
 

@@ -121,6 +121,8 @@ def require_copied(ranks, way):
         found = rank[way]
         assert found["is_equal"] == [True, True]
         assert max(found["differences"] + found["drifts"]) <= 1e-5
+        # Between the rollouts no process held a weight of the copy.
+        assert found["asleep"] == [0]
         # transformers leaves gpt_oss's experts whole.
         assert found["largest"] < found["whole"] or way == "gpt_oss"
 

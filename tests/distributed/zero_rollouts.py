@@ -68,6 +68,8 @@ def main() -> None:
         way: follow(engine(make(**settings), stage), make(**settings), config, stepping, gathered)
         for way, (stage, make, settings) in ways.items()
     }
+    slept = engine(plain(), 3)
+    results["zero3_slept"] = follow(slept, plain(), config, stepping, gathered, level=2)
     Path(sys.argv[-1]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()

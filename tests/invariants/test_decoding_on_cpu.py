@@ -211,6 +211,28 @@ def test_a_trace_stays_while_weights_change_in_place():
 
 
 @pytest.mark.usefixtures("soon")
+def test_a_trace_stays_while_released_weights_come_back_at_other_addresses():
+    model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3, weight_sync="copy")) as generator:
+        rollout(generator)
+        copy, traced = generator.manager.model, runner_of(generator).attention_backend
+        trace, others, addresses = traced.traced_forward.trace, [], set()
+        assert trace is not None
+        for _ in range(traced_forward.MOST_TRACES + 2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            generator.sleep(level=2)
+            # They take the addresses that were freed.
+            others += [torch.empty_like(parameter) for parameter in model.parameters()]
+            generator.sync_weights()
+            addresses.add(copy.lm_head.weight.data_ptr())
+            assert_right(rollout(generator), model)
+            assert traced.traced_forward.trace is trace
+        assert len(addresses) > 1
+
+
+@pytest.mark.usefixtures("soon")
 def test_a_trace_is_made_anew_for_another_weight_or_adapter():
     model = tiny_model("qwen3")
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))

@@ -437,6 +437,29 @@ def test_graphs_dropped_in_a_sleep_are_captured_by_the_thread_that_wakes_the_eng
         assert Playback.num_captures == 2 * captured
 
 
+@pytest.mark.slow
+def test_graphs_leave_with_the_weights_and_are_captured_when_the_engine_wakes_after_a_sync(fast):
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, max_requests_per_batch=2, weight_sync="copy") as generator:
+        made, captured = generator.manager.engine._graphs, Playback.num_captures
+        others = []
+        for turn in (2, 3):
+            generator.sleep(level=2)
+            assert made.num_graphs == 0
+            others += [torch.empty_like(parameter) for parameter in model.parameters()]
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.1)
+            generator.sync_weights()
+            assert made.num_graphs == 0
+            generator.wake()
+            assert made.num_graphs == captured
+            tokens, logprobs = rollout(generator, [SHORT], params())
+            plain = plain_logprobs(model, SHORT, tokens[0])
+            assert logprobs[0] == pytest.approx(plain, abs=1e-5)
+            assert Playback.num_captures == turn * captured
+
+
 def test_graphs_are_kept_when_the_memory_is_planned_again(fast):
     model = tiny_model("qwen3", **SMALL).train()
     optimizer = torch.optim.SGD(model.parameters())

@@ -23,6 +23,7 @@ from cb_rollout import (
     ConfigurationError,
     InvalidRequestError,
     RolloutConfig,
+    RolloutError,
     RolloutGenerator,
     SamplingParams,
     generate_batch,
@@ -436,6 +437,18 @@ def test_positions_after_an_image_are_neither_left_on_the_model_nor_read_from_it
     model.model.rope_deltas = None
     for output in outputs[:2]:
         assert_plain(model, output, tensors)
+
+
+def test_an_image_is_not_checked_by_weights_that_were_released():
+    model, processor = made(MROPE)
+    row = {"prompt": "w30 <image> w31", "images": [picture(1)]}
+    with generator_of(MROPE, weight_sync="copy") as generator:
+        generator.sleep(level=2)
+        with pytest.raises(RolloutError, match=r"call sync_weights\(\) first"):
+            rollout(generator, [row], sampled())
+        generator.sync_weights()
+        (output,) = rollout(generator, [row], sampled())
+    assert_plain(model, output, of_ids(processor, row | {"prompt": output.prompt_ids}))
 
 
 def test_a_prompt_may_end_in_an_image():

@@ -1,12 +1,20 @@
 """A copy generates what the trainer's weights were at the last sync, and touches nothing else."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, largest_difference, tiny_model
 
-from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import (
+    ConfigurationError,
+    RolloutConfig,
+    RolloutError,
+    RolloutGenerator,
+    SamplingParams,
+)
 
 COPY = RolloutConfig(weight_sync="copy", seed=0)
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -102,6 +110,116 @@ class Autocasting:
     process_index = 0
     device = torch.device("cpu")
     state = SimpleNamespace()
+
+
+def weight_bytes(generator):
+    storages = {p.untyped_storage() for p in generator.manager.model.parameters()}
+    return sum(storage.nbytes() for storage in storages)
+
+
+def test_a_copy_whose_weights_were_released_generates_as_one_that_never_slept():
+    model, old = tiny_model(), tiny_model()
+    results = []
+    for level in (None, 1, 2):
+        model.load_state_dict(old.state_dict())
+        with RolloutGenerator(model, COPY) as generator:
+            size, found = weight_bytes(generator), []
+            for seed in range(3):
+                outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS).values()
+                found += [(output.generated_tokens, output.logprobs) for output in outputs]
+                assert largest_difference(model, outputs) <= 1e-5
+                if level:
+                    generator.sleep(level)
+                    assert generator.is_asleep
+                    assert generator.manager.status().kv_bytes == 0
+                    assert weight_bytes(generator) == (0 if level == 2 else size)
+                change(model, seed)
+                generator.sync_weights()
+                assert weight_bytes(generator) == size
+        results.append(found)
+    assert results[0] == results[1] == results[2]
+
+
+def test_without_its_weights_a_copy_refuses_to_roll_out_until_a_sync():
+    model = tiny_model()
+    with RolloutGenerator(model, COPY) as generator:
+        generator.sleep()
+        expected = generator.generate_batch(PROMPTS, sampling_params=PARAMS)
+        generator.manager.start()
+        for _ in range(2):
+            # A sleep that began before is deepened.
+            generator.sleep()
+            generator.sleep(level=2)
+            generator.sleep()
+            (late,) = generator.manager.add_requests(PROMPTS[:1], sampling_params=PARAMS)
+            for call in (
+                generator.wake,
+                generator.manager.warmup,
+                generator.manager.get_result,
+                lambda: generator.generate_batch(PROMPTS, sampling_params=PARAMS),
+            ):
+                with pytest.raises(RolloutError, match=r"call sync_weights\(\) first"):
+                    call()
+            # Nothing of a copy is due after a pause of another's.
+            with generator.manager.pause():
+                pass
+            generator.close()
+            with pytest.raises(RolloutError, match=r"call sync_weights\(\) first"):
+                generator.generate_batch(PROMPTS, sampling_params=PARAMS)
+            assert generator.manager.get_result(late).status == "cancelled"
+            generator.sync_weights()
+            outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS)
+            assert outputs.keys() != expected.keys()
+            assert largest_difference(model, outputs.values()) <= 1e-5
+
+
+def test_sequences_in_flight_wait_for_the_weights():
+    model = tiny_model()
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, temperature=0.0)
+    with RolloutGenerator(model, COPY) as generator:
+        expected = generator.generate_batch(PROMPTS, sampling_params=params).values()
+        manager = generator.manager
+        manager.start()
+        manager.add_requests(PROMPTS, sampling_params=params, streaming=True)
+        assert not manager.get_result().is_finished()
+        generator.sleep(level=2)
+        generator.sync_weights()
+        generator.wake()
+        ended = {tuple(o.prompt_ids): o for o in manager if o.is_finished()}
+    for output in expected:
+        assert ended[tuple(output.prompt_ids)].generated_tokens == output.generated_tokens
+
+
+@pytest.mark.parametrize("weight_sync", ["shared", "auto"])
+def test_weights_that_the_trainer_holds_are_not_released(weight_sync):
+    config = RolloutConfig(weight_sync=weight_sync)
+    with RolloutGenerator(tiny_model(), config) as generator:
+        with pytest.raises(ConfigurationError, match="set weight_sync='copy'"):
+            generator.sleep(level=2)
+        with pytest.raises(ConfigurationError, match="level=3 of"):
+            generator.sleep(level=3)
+        assert not generator.is_asleep
+    with pytest.raises(ConfigurationError, match="or use release_cache='between_steps'"):
+        RolloutGenerator(tiny_model(), replace(config, release_cache="with_weights"))
+
+
+def test_casts_that_were_released_are_made_again_by_a_sync_alone():
+    """Where a pause ends, another policy version would be planned without them."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
+    results = []
+    for level in (1, 2):
+        config = RolloutConfig(seed=3)
+        with RolloutGenerator(model, config, accelerator=Autocasting()) as generator:
+            assert not generator.manager.engine.runs_a_copy
+            generator.sleep(level)
+            version = generator.policy_version
+            with generator.manager.paused():
+                pass
+            assert generator.policy_version == version + 2 - level
+            generator.sync_weights()
+            outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS).values()
+            results.append([(output.generated_tokens, output.logprobs) for output in outputs])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

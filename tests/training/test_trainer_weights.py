@@ -5,7 +5,9 @@ import torch
 from peft import LoraConfig
 from tiny_trainer import logged, tiny_trainer
 
-from cb_rollout import RolloutConfig, attach
+from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout.integrations.trl import use_strategy
+from cb_rollout.strategies import OverSampling, PartialRollouts
 
 CHECKED = {"old_logps": "trainer", "verify_every_steps": 1, "verify_weight_sync": True}
 LORA = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -27,6 +29,59 @@ def test_a_trainer_rolls_out_from_a_copy_that_follows_every_step(tmp_path, peft_
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
     assert generator.manager.model is not generator.manager.engine.trained
+    generator.close()
+
+
+@pytest.mark.parametrize("peft_config", [None, LORA], ids=["whole", "lora"])
+def test_a_trainer_whose_rollouts_release_the_copys_weights_trains_as_one_that_keeps_them(
+    tmp_path, monkeypatch, peft_config
+):
+    """Several rollouts of one optimizer step, and an evaluation, each need a sync of their own."""
+    sizes, weights = {}, {}
+    arguments = {"peft_config": peft_config} if peft_config else {}
+    for release_cache in ("never", "with_weights"):
+        # Where TRL generates before each micro-batch, most rollouts follow no optimizer step.
+        trainer = tiny_trainer(
+            tmp_path,
+            trainer_arguments=arguments,
+            gradient_accumulation_steps=2,
+            steps_per_generation=1,
+            eval_strategy="steps",
+            eval_steps=2,
+        )
+        config = RolloutConfig(weight_sync="copy", release_cache=release_cache, **CHECKED)
+        generator = attach(trainer, config)
+        during = sizes[release_cache] = []
+        step = trainer.training_step
+
+        def noted(*arguments, generator=generator, during=during, step=step, **named):
+            loss = step(*arguments, **named)
+            storages = {p.untyped_storage() for p in generator.manager.model.parameters()}
+            during.append(sum(storage.nbytes() for storage in storages))
+            return loss
+
+        trainer.training_step = noted
+        trainer.train()
+        assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
+        assert len(logged(trainer, "eval_reward")) == 2
+        weights[release_cache] = [p.detach().clone() for p in trainer.model.parameters()]
+        is_away = release_cache == "with_weights"
+        assert bool(generator.manager.pauses.reasons) == is_away
+        generator.sync_weights()
+        assert generator.generate_batch([[5, 6, 7]])
+        generator.close()
+    assert min(sizes["never"]) > 0
+    assert set(sizes["with_weights"]) == {0}
+    assert all(map(torch.equal, *weights.values()))
+
+
+def test_a_strategy_that_carries_sequences_does_not_release_their_weights(tmp_path):
+    trainer = tiny_trainer(tmp_path)
+    generator = attach(trainer, RolloutConfig(weight_sync="copy", release_cache="with_weights"))
+    with pytest.raises(ConfigurationError, match="no carried sequence could be cancelled"):
+        use_strategy(trainer, PartialRollouts())
+    use_strategy(trainer, OverSampling(num_extra_groups=1))
+    trainer.train()
     generator.close()
 
 

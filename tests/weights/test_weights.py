@@ -26,6 +26,7 @@ from cb_rollout.weights.base import SharedWeights
 from cb_rollout.weights.cast_base import CastBaseWeights
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import tensors_by_name
+from cb_rollout.weights.tensor import Weight
 
 COPY = RolloutConfig(weight_sync="copy")
 
@@ -57,6 +58,54 @@ def test_a_copy_is_the_model_buffers_included_and_never_moves(family):
     weights.sync()
     assert torch.equal(logits(weights.module), logits(model))
     assert {n: t.data_ptr() for n, t in tensors_by_name(weights.module).items()} == places
+
+
+def bytes_of(tensors):
+    """What storages take, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_released_weights_take_no_bytes_and_the_next_sync_writes_them_all(family):
+    model = tiny_model(family)
+    # A sync alone copies no frozen weight twice.
+    next(model.parameters()).requires_grad_(False)
+    weights = create_weight_sync(model, COPY)
+    copy = weights.module
+    size = sum(parameter.nbytes for parameter in copy.parameters())
+    identity = [(id(t), t.untyped_storage()._cdata) for t in tensors_by_name(copy).values()]
+    buffers = {name: tensor.clone() for name, tensor in copy.named_buffers()}
+    assert bytes_of(copy.parameters()) == size
+    change(model)
+    for _ in range(2):
+        # A second release finds nothing to release.
+        weights.release()
+        weights.release()
+        assert bytes_of(copy.parameters()) == 0
+        assert all(torch.equal(tensor, buffers[name]) for name, tensor in copy.named_buffers())
+        assert weights.sync() == sum(t.nbytes for t in {*copy.parameters(), *copy.buffers()})
+        assert bytes_of(copy.parameters()) == size
+        assert weights.differing() == []
+        assert torch.equal(logits(copy), logits(model))
+    assert [(id(t), t.untyped_storage()._cdata) for t in tensors_by_name(copy).values()] == identity
+
+
+def test_weights_that_were_released_come_back_whole_after_a_sync_that_failed(monkeypatch):
+    model = tiny_model()
+    weights = create_weight_sync(model, COPY)
+    weights.release()
+    head, model.lm_head = model.lm_head, torch.nn.Linear(4, 4)
+    with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
+        weights.sync()
+    assert bytes_of(weights.module.parameters()) == 0
+    model.lm_head = head
+    with monkeypatch.context() as patched:
+        patched.setattr(Weight, "value", None)
+        with pytest.raises(TypeError):
+            weights.sync()
+    weights.sync()
+    assert torch.equal(logits(weights.module), logits(model))
 
 
 def test_a_buffer_that_changed_is_copied():
@@ -281,12 +330,15 @@ def shared_mlp(model):
     model.model.layers[1].mlp = model.model.layers[0].mlp
 
 
+@pytest.mark.parametrize("is_released", [False, True])
 @pytest.mark.parametrize(
     ("was_tied", "retie"), [(True, untied), (False, tied), (False, shared_mlp)]
 )
-def test_a_copy_is_tied_as_the_training_module_is_now(was_tied, retie):
+def test_a_copy_is_tied_as_the_training_module_is_now(was_tied, retie, is_released):
     model = tiny_model(tie_word_embeddings=was_tied)
     weights = create_weight_sync(model, COPY)
+    if is_released:
+        weights.release()
     retie(model)
     for _ in range(2):
         change(model)
@@ -419,6 +471,22 @@ def test_a_model_whose_frozen_layers_were_cast_is_followed_at_every_sync(change_
         assert weights.module is twin
         assert torch.equal(under_autocast(twin), under_autocast(model))
         assert weights.differing() == []
+
+
+def test_released_casts_are_made_again_and_nothing_of_the_trainer_is_released():
+    model = adapted_and_frozen()
+    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
+    shared, casts = bytes_of(model.parameters()), weights.own_weights()
+    size = sum(cast.nbytes for cast in casts)
+    assert bytes_of(casts) == size > 0
+    for _ in range(2):
+        weights.release()
+        assert bytes_of(casts) == 0
+        assert bytes_of(model.parameters()) == shared
+        assert weights.sync() == bytes_of(casts) == size
+        assert weights.differing() == []
+        assert torch.equal(under_autocast(weights.module), under_autocast(model))
+    assert weights.sync() == 0
 
 
 def test_a_frozen_weight_that_is_written_past_torch_is_named():

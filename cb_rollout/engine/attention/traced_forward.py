@@ -146,13 +146,15 @@ class TracedForward:
         self._inductor_options, self._steps_before_trace = inductor_options, 0
 
     def check_weights(self, model: torch.nn.Module) -> None:
-        """Drop the trace if a weight has moved, an adapter was switched, or a module has a hook.
+        """Drop the trace if a weight was replaced, an adapter switched, or a module has a hook.
 
-        A trace would not call a forward hook.
+        A trace would not call a forward hook. It holds tensors, whose storages may be allocated
+        elsewhere.
         """
         if not self.can_trace:
             return
-        weights, self._has_hooks = captured_weights(model), has_hooks(model)
+        weights = captured_weights(model, by_address=False)
+        self._has_hooks = has_hooks(model)
         if self._has_hooks or weights != self._weights:
             self._weights, self.trace, self._num_steps = weights, None, 0
 

@@ -281,7 +281,7 @@ class GraphedDecoding:
 
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
-        weights = torch_compat.captured_weights(self._runner.model)
+        weights = torch_compat.captured_weights(self._runner.model, by_address=True)
         self.has_hooks = torch_compat.has_hooks(self._runner.model)
         if self.has_hooks or weights != self._weights:
             self.forget()

@@ -140,6 +140,7 @@ class ContinuousBatchingManager:
         `start()`; a thread that trains must not compute at the same time.
         """
         with self.loop.paused():
+            self.pauses.require_weights()
             self.engine.warm_up()
 
     def start(self) -> None:
@@ -409,6 +410,7 @@ class ContinuousBatchingManager:
         for request in requests:
             if request.images is not None and not self.engine.has_checked(request.images):
                 with self.loop.paused():
+                    self.pauses.require_weights()
                     self.engine.check_images(request)
         return requests
 
@@ -432,8 +434,9 @@ class ContinuousBatchingManager:
             try:
                 yield
             finally:
-                # A sync inside has begun one already, and a copy changes by a sync only.
-                if self.engine.policy_version == version and not self.engine.runs_a_copy:
+                # A sync inside has begun one already, or is needed; a copy changes by a sync only.
+                is_due = self.engine.policy_version == version and not self.engine.runs_a_copy
+                if is_due and PauseReason.WEIGHTS not in self.pauses.reasons:
                     self.loop.begin_policy_version(InFlight(in_flight))
                 if self.is_served:
                     release_workers()
@@ -453,7 +456,11 @@ class ContinuousBatchingManager:
         """Resume the engine, which allocates the KV memory with its next step.
 
         Graphs that `sleep` released are captured in the calling thread, the one that trains.
+
+        Raises:
+            RolloutError: the weights that generate were released, and not synced since.
         """
+        self.pauses.require_weights()
         if PauseReason.SLEEP in self.pauses.reasons:
             with self.loop.paused():
                 self.engine.capture_released()
@@ -481,7 +488,7 @@ class ContinuousBatchingManager:
         self.loop.halt()
         if not self.is_running():
             self.engine.release_cache()
-        self.pauses.release(*PauseReason)
+        self.pauses.release(*set(PauseReason) - {PauseReason.WEIGHTS})
 
 
 def _halt(reference: "weakref.ref[EngineLoop]") -> None:

@@ -26,6 +26,7 @@ class PauseReason(StrEnum):
         "wake() the generator first."
     )
     UPDATE = "a weight update failed while it was written; update the weights again first."
+    WEIGHTS = "a sleep of level 2 released the weights that generate; call sync_weights() first."
 
 
 class PauseController:
@@ -164,6 +165,11 @@ class PauseController:
         with interrupts_deferred(), self._changed:
             self.reasons.difference_update(reasons)
             self._changed.notify_all()
+
+    def require_weights(self) -> None:
+        """Raise `RolloutError` where the weights that generate were released."""
+        if PauseReason.WEIGHTS in self.reasons:
+            raise RolloutError(PauseReason.WEIGHTS)
 
     def require_not_paused_here(self, consequence: str) -> None:
         """Raise `RolloutError`, with this consequence, where the calling thread paused."""

@@ -13,7 +13,7 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.enums import InFlight, WeightSync
+from cb_rollout.config.enums import InFlight, ReleaseCache, WeightSync
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
@@ -280,8 +280,10 @@ class PooledGenerator:
             generation_config: defaults of every request; None: the checkpoint's.
         """
         self.config, self.tokenizer = pool.config, pool.tokenizer
+        is_released = self.config.release_cache == ReleaseCache.WITH_WEIGHTS
         for fault, advice, is_so in (
             ("return_logprobs=False", "leave it True", not self.config.return_logprobs),
+            ("release_cache='with_weights'", "use 'between_steps'", is_released),
             ("router_replay=True", "attach a RolloutConfig instead", self.config.router_replay),
         ):
             if is_so:
@@ -321,7 +323,7 @@ class PooledGenerator:
         assert self._model is not None, "no module to send"
         return self.pool.sync_weights(self._model, in_flight=in_flight)
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Do nothing: the workers' memory and models are not the trainer's."""
 
     wake = lend_to_trainer = sleep

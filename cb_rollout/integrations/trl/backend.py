@@ -324,10 +324,15 @@ class GenerationBackend(TrainerCallback):
             return self.sample(prompts, sampling_params)
 
     def release(self) -> None:
-        """Hold the engine, release the KV memory if the config asks for it."""
+        """Hold the engine, and release the memory that the config says."""
         if self._is_training:
             self.generator.lend_to_trainer()
-        if self.generator.config.release_cache == ReleaseCache.BETWEEN_STEPS:
+        release_cache = self.generator.config.release_cache
+        if release_cache == ReleaseCache.WITH_WEIGHTS:
+            self.generator.sleep(level=2)
+            # The next rollout needs a sync, though it may be of the same step.
+            self.forget_synced_step()
+        elif release_cache == ReleaseCache.BETWEEN_STEPS:
             self.generator.sleep()
         self.pause_carried()
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.enums import OldLogps
+from cb_rollout.config.enums import OldLogps, ReleaseCache
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import (
     Collected,
@@ -295,7 +295,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             for setting, value in MIXES_GROUPS
         }
     if _samples_ahead(strategy):
-        faults |= _faults_ahead(trainer, backend)
+        faults |= _faults_ahead(trainer, backend, carries=strategy.carries)
     for fault, is_so in faults.items():
         if is_so:
             raise refused("strategy, batch", name=name, fault=fault)
@@ -322,8 +322,11 @@ def _faults(trainer: Any) -> dict[str, bool]:
     }
 
 
-def _faults_ahead(trainer: Any, backend: GenerationBackend | None) -> dict[str, bool]:
+def _faults_ahead(
+    trainer: Any, backend: GenerationBackend | None, *, carries: bool
+) -> dict[str, bool]:
     """Return what excludes groups sampled ahead; RLOO has no tools."""
+    release_cache = None if backend is None else backend.generator.config.release_cache
     turns = "whose later turns begin when a batch is fixed"
     rollout_func = getattr(trainer, "rollout_func", None)
     return {
@@ -334,4 +337,7 @@ def _faults_ahead(trainer: Any, backend: GenerationBackend | None) -> dict[str, 
             backend is not None and backend.generator.manager.group is not None
         ),
         "a trainer that is not attached (call attach first)": backend is None,
+        "release_cache='with_weights', after which no carried sequence could be cancelled": (
+            carries and release_cache == ReleaseCache.WITH_WEIGHTS
+        ),
     }
