@@ -116,7 +116,10 @@ def _merged_copy_fits(
     frozen = [weight for weight, _ in cast_base.frozen_weights(module, precision)]
     cast = sum(w.numel() * (precision.autocast_dtype or w.dtype).itemsize for w in frozen)
     whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    copied, device = whole - sum(w.nbytes for w in frozen) + cast, next(module.parameters()).device
+    # A tied embedding is held beside its cast head.
+    tied = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
+    copied = whole + cast - sum(w.nbytes for w in frozen if id(w) not in tied)
+    device = next(module.parameters()).device
     training = TrainingMemory(module, module, device, optimizer, config.training_reserve_gib)
     free = devices.memory_after_release(device).free_bytes - training.bytes_now().reserve
     max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
