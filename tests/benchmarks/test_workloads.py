@@ -139,6 +139,7 @@ def test_the_memory_of_a_waiting_request_is_measured_besides_its_tokens(recorded
     assert waiting["bytes a token"] >= 8
 
 
+@pytest.mark.slow
 def test_the_plots_are_drawn_from_records(recorded, tmp_path):
     record = recorded("scaling")
     step = {"results": {"grpo_step": {"cb_rollout": {"median": 1.0}, "other": {"median": 2.0}}}}
@@ -152,6 +153,7 @@ def test_the_plots_are_drawn_from_records(recorded, tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_table_of_the_readme_gives_ratio_spread_and_share(recorded):
     record = recorded("rollout")
     contenders = record["results"]["equal_lengths"]

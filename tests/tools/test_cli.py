@@ -227,7 +227,7 @@ def test_a_workload_is_in_a_module_whose_packages_it_names(workloads, root, fold
     }
     assert {work.module for work in workloads.values()} <= set(modules)
     # Torch needs numpy and sympy; only functions of workloads that name Triton import it.
-    own = {"cb_rollout", "benchmarks", "numpy", "sympy", "triton", *ENGINE_PACKAGES}
+    own = {"cb_rollout", "benchmarks", "smollm2", "numpy", "sympy", "triton", *ENGINE_PACKAGES}
     for name, imported in modules.items():
         asked_for = [set(work.packages) for work in workloads.values() if work.module == name]
         assert all(imported - own <= packages for packages in asked_for or [set()]), name

@@ -93,15 +93,17 @@ def test_a_hybrids_layers_are_told_apart(checkpoints):
 @pytest.mark.parametrize(
     ("varlen", "level", "prefill", "loss"),
     [
-        (varlen_attn, Level.OK, "packed", "shared_prompts"),
-        (
+        pytest.param(
+            varlen_attn, Level.OK, "packed", "shared_prompts", id="best", marks=pytest.mark.slow
+        ),
+        pytest.param(
             lambda query, key, value: query,
             Level.WARNING,
             "padded, not packed (its forward fails (TypeError: ",
             "padded, not shared_prompts (",
+            id="lost",
         ),
     ],
-    ids=["best", "lost"],
 )
 def test_on_a_gpu_a_path_that_is_not_the_best_is_a_warning(
     checkpoints, monkeypatch, varlen, level, prefill, loss

@@ -32,7 +32,10 @@ def test_a_trainer_rolls_out_from_a_copy_that_follows_every_step(tmp_path, peft_
     generator.close()
 
 
-@pytest.mark.parametrize("peft_config", [None, LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "peft_config",
+    [pytest.param(None, id="whole"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)],
+)
 def test_a_trainer_whose_rollouts_release_the_copys_weights_trains_as_one_that_keeps_them(
     tmp_path, monkeypatch, peft_config
 ):
