@@ -186,12 +186,15 @@ def trace_graph(
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
 
 
-_MERGED = (torch.ops.aten._to_copy.default, torch.ops.aten.view.default)
-_MERGED += (torch.ops.aten.sym_size.int,)
+_MERGED = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten.sym_size.int,
+)
 
 
 def merge_casts(graph: fx.Graph) -> None:
-    """Make equal casts and views of a traced graph one, in place; of tensors that are not written.
+    """Merge equal casts and views of a traced graph, in place, unless an operator writes them.
 
     Under autocast each of a layer's products casts the same rows. torch's own `fx_graph_cse` (2.13)
     would merge tensors of which a later operator writes one.

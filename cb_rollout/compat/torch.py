@@ -292,7 +292,12 @@ def below_accelerate(module: Module) -> Module:
 
 
 def _wrapped_forward(module: Any) -> Any:
-    """Return the forward that accelerate 1.15 has wrapped; None: it has wrapped none."""
+    """Return the forward that accelerate 1.15 has wrapped; None: it has wrapped none.
+
+    None for a module with hooks, which would be called with its shallow copy.
+    """
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
     wrapper = getattr(vars(module).get("forward"), "__wrapped__", None)
     is_wrapped = isinstance(wrapper, ConvertOutputsToFp32)
     return getattr(module, "_original_forward", None) if is_wrapped else None

@@ -181,10 +181,10 @@ class Engine:
             paths.append(ExecutionPath("forwards", str(forward), forward.obstacle))
         if self._graphs is not None and (now := self._graphs.obstacle):
             graphs = graphs._replace(obstacle=f"not {now}")
-        drafts = ("on",) if self._has_drafts else ("off", "its steps take one token of each row")
+        drafts = "on" if self._has_drafts else "off (its steps take one token of each row)"
         if self.config.num_speculative_tokens == 0:
-            drafts = ("off, as asked",)
-        return [*paths, graphs, ExecutionPath("drafts", *drafts)]
+            drafts = "off, as asked"
+        return [*paths, graphs, ExecutionPath("drafts", drafts)]
 
     @property
     def decode_path(self) -> str:

@@ -67,6 +67,8 @@ class StepExecutor:
         Without `graphs` the runner runs decode steps; without a `proposer` nothing is drafted.
         """
         self.graphs, self.proposer = graphs, proposer
+        if proposer is not None:
+            proposer.forget()
         self._token_sampler.forget_rows()
         self._forget_pending()
 
@@ -384,6 +386,7 @@ class StepExecutor:
             return None
         # Drafted from the tokens before these: an n-gram that matches there mostly goes on.
         if self.proposer is not None and self.proposer.propose(going):
+            self.proposer.forget()
             return None
         limits = self._scheduler.limits
         if limits.rope_limits and any(

@@ -31,7 +31,7 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.errors import ConfigurationError, InvalidRequestError
+from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.packing.batch import (
     PackedBatch,
     PackedRow,
@@ -191,8 +191,8 @@ def loss_path(inner: Any, rows: Sequence[PackedRow]) -> ExecutionPath:
     try:
         with _REPLACING:
             layout, reason = _agreeing_layout(inner, with_rope_sides(inner, rows))
-    except ConfigurationError as error:
-        return ExecutionPath("packed loss", "not possible", str(error))
+    except Exception as error:  # noqa: BLE001  a model may raise anything
+        return ExecutionPath("packed loss", "not possible", error_text(error))
     runs = f"{layout}, not {PackingLayout.SHARED_PROMPTS}" if reason else str(layout)
     return ExecutionPath("packed loss", runs, reason)
 

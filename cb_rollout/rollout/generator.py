@@ -274,7 +274,7 @@ class RolloutGenerator:
         Raises:
             ConfigurationError: `level` is another, or the training module holds all weights.
         """
-        if level not in (1, 2):
+        if isinstance(level, bool) or level not in (1, 2):
             raise ConfigurationError(f"level={level!r} of sleep() is not 1 or 2.")
         if level == 1 and self.is_asleep:
             return

@@ -36,7 +36,8 @@ class ProgressBar(tqdm):
         rate = num_tokens / fields["elapsed"] if fields["elapsed"] else 0
         # The requests of a pool grow on its workers.
         lengths = [len(output.generated_tokens) for output in self._finished.values()]
-        longest = max(lengths + [request.num_generated for request in self._requests])
+        lengths += [request.num_generated for request in self._requests]
+        longest = max(lengths, default=0)
         return fields | {"postfix": f"tokens/s={rate:,.0f}, longest={longest:,}"}
 
 

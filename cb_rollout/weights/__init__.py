@@ -17,7 +17,6 @@ from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.kv_cache.sizing import workspace_bytes_per_request
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import TrainingMemory
@@ -32,6 +31,9 @@ from cb_rollout.weights.replica import casts_weights
 __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 
 _LOGGER = logging.getLogger(__name__)
+
+# Free memory, as a multiple of what a merged copy adds: the KV cache and the loss need it too.
+FREE_PER_COPY = 4
 
 
 def create_weight_sync(
@@ -107,13 +109,13 @@ def _with_adapters(
 def _merged_copy_fits(
     module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> tuple[bool, str]:
-    """Return whether a merged copy leaves the KV cache half of its room, and why, as a phrase."""
+    """Return whether there is room for a merged copy, and why, as a phrase."""
     takes_tensors = cast_base.can_be_mirrored(module) and not torch_compat.has_hooks(module)
     if hf_compat.is_quantized(module) or not takes_tensors:
         return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
     if config.num_blocks is not None:
         return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"
-    frozen = [weight for weight, _ in cast_base.frozen_weights(module, precision)]
+    frozen = list(dict(cast_base.frozen_weights(module, precision)))
     cast = sum(w.numel() * (precision.autocast_dtype or w.dtype).itemsize for w in frozen)
     whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     # A tied embedding is held beside its cast head.
@@ -122,18 +124,12 @@ def _merged_copy_fits(
     device = next(module.parameters()).device
     training = TrainingMemory(module, module, device, optimizer, config.training_reserve_gib)
     free = devices.memory_after_release(device).free_bytes - training.bytes_now().reserve
-    max_requests = config.max_requests_per_batch or devices.max_requests_per_batch(device)
-    workspace = workspace_bytes_per_request(hf_compat.vocab_size(module)) * max_requests
     # Unmerged, the cast weights are held instead.
-    room, rest = (
-        max(0, min(int(config.max_memory_percent * left), left - workspace))
-        for left in (free - copied, free - cast)
-    )
-    rooms = f"{room / GIB:.3f} of {rest / GIB:.3f} GiB"
-    said = f"beside {copied / GIB:.3f} GiB of a copy the KV cache has {rooms}"
-    if 0 < rest <= 2 * room:
-        return True, f"adapters merged ({said}); weight_sync='shared' runs them unmerged"
-    return False, f"adapters unmerged ({said}); weight_sync='copy' merges them"
+    added = copied - cast
+    rooms = f"a copy adds {added / GIB:.3f} GiB where {max(0, free) / GIB:.3f} are free"
+    if FREE_PER_COPY * added <= free:
+        return True, f"adapters merged ({rooms}); weight_sync='shared' runs them unmerged"
+    return False, f"adapters unmerged ({rooms}); weight_sync='copy' merges them"
 
 
 def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:

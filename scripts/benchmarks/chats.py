@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rollout import race
 from benchmarks.sizes import Setup
-from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
 from cb_rollout.tools.bench.step import QUIET, GenerationPath, bench_batch
 from cb_rollout.tools.bench.workload import SEED, Workload
@@ -124,7 +124,8 @@ def _own_lengths(
     chats = _chats(tokenizer, num_prompts, prompt_tokens)
     prompts = [chat for chat in chats for _ in range(num_completions)]
     with RolloutGenerator(model, RolloutConfig(seed=SEED), tokenizer=tokenizer) as generator:
-        outputs = generator.generate_batch(prompts, max_new_tokens=longest).values()
+        params = SamplingParams(temperature=1.0, max_new_tokens=longest)
+        outputs = generator.generate_batch(prompts, sampling_params=params).values()
     return Workload(prompts, [len(output.generated_tokens) for output in outputs])
 
 
@@ -162,7 +163,7 @@ class StopAfter(TrainerCallback):
         self._num_steps = num_steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop."""
+        """Stop after the last of these steps."""
         control.should_training_stop = state.global_step >= self._num_steps
 
 
@@ -182,7 +183,7 @@ def _create_trainer(setup: Setup, size: int, path: GenerationPath, folder: str) 
                 output_dir=folder, max_steps=100, report_to=[], use_cpu=is_cpu, bf16=not is_cpu,
                 per_device_train_batch_size=size, num_generations=GROUP_SIZE,
                 max_completion_length=STEP_TOKENS if is_long else 4, disable_tqdm=True,
-                save_strategy="no", logging_strategy="no",
+                save_strategy="no", logging_strategy="no", **path.trl,
             ),
             train_dataset=Dataset.from_list(rows),
             callbacks=[StopAfter(2)],

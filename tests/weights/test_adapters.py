@@ -218,7 +218,7 @@ def test_on_a_gpu_auto_merges_into_a_copy_what_peft_merges(dtype, device):
         found = {name: t.cpu() for name, t in tensors_by_name(weights.module).items()}
         after = {name: tensor.cpu() for name, tensor in model.named_parameters()}
     assert isinstance(weights, CopiedWeights)
-    assert weights.selection.startswith("adapters merged (beside 0.000 GiB of a copy the KV cache")
+    assert weights.selection.startswith("adapters merged (a copy adds 0.000 GiB where ")
     # peft rounds the update to the dtype of the weights before it adds it.
     rounding = {"rtol": 2**-7, "atol": 2**-9} if dtype == torch.bfloat16 else {}
     assert found.keys() == expected.keys()
@@ -268,21 +268,23 @@ def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
 
 
 @needs_no_gpu
-def test_adapters_stay_unmerged_where_a_copy_leaves_the_cache_too_little(device, caplog):
+def test_adapters_stay_unmerged_where_a_copy_takes_much_of_the_free_memory(
+    device, caplog
+):
     caplog.set_level("INFO", "cb_rollout")
     model = lora().eval()
     size = sum(parameter.nbytes for parameter in model.parameters())
     with device:
-        Pretended.allocator.others = 2 * GIB - int(1.9 * size)
+        Pretended.allocator.others = 2 * GIB - int(3.9 * size)
         config = RolloutConfig(seed=0, block_size=8, use_cuda_graph=False, max_batch_tokens=64)
         with RolloutGenerator(model.to(DEVICE), config) as generator:
             path = generator.manager.decode_path
             assert generator.manager.model is hf_compat.unwrap(model)
-        Pretended.allocator.others = 2 * GIB - int(2.6 * size)
+        Pretended.allocator.others = 2 * GIB - int(4.6 * size)
         assert isinstance(create_weight_sync(model, config), CopiedWeights)
-    assert "; adapters unmerged (beside " in path
+    assert "; adapters unmerged (a copy adds " in path
     assert path.endswith("; weight_sync='copy' merges them")
-    assert "weights: adapters unmerged (beside" in caplog.text
+    assert "weights: adapters unmerged (a copy adds" in caplog.text
 
 
 @needs_no_gpu

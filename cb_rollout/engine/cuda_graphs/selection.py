@@ -143,6 +143,8 @@ def create_graphs(
             f"{', '.join(asked)} {obstacle}; leave use_cuda_graph and the settings of its graphs "
             "at their defaults."
         )
+    if runner.recorder is not None:
+        return None, ExecutionPath("CUDA graphs", f"off ({obstacle})")
     return None, ExecutionPath("CUDA graphs", "off", obstacle or "")
 
 

@@ -285,6 +285,10 @@ class NgramProposer:
         """Count the latest drafts as wrong: their forward raised."""
         for request, _, draft in self._proposed:
             self.record(request, draft, 0)
+        self.forget()
+
+    def forget(self) -> None:
+        """Compare the latest drafts with nothing, and hold their sequences no longer."""
         self._proposed = []
 
     def _draft(self, request: Request, longest: int, worth: float) -> Draft:

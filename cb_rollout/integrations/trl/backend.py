@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
 GENERATION_MODE = "cb_rollout"
 
-# A trace of SmolLM2-135M on two cores takes as long as it saves in 150 decode steps.
+# Decode steps of a training from which on a trace is made at once. On a CPU it pays off sooner.
 STEPS_WORTH_TRACE = 256
 
 _ABSENT = object()
@@ -240,6 +240,13 @@ class GenerationBackend(TrainerCallback):
         for name, value in metrics.items():
             self._trainer._metrics[mode][name].append(value)
 
+    def warm_up(self) -> None:
+        """Trace or compile the model before the first rollout of a training that is long enough."""
+        is_due, self._warms_up = self._warms_up, False
+        if is_due and isinstance(self.generator, RolloutGenerator):
+            self.generator.wake()
+            self.generator.manager.warmup()
+
     def end_rollout(self) -> None:
         metrics = self.context.metrics()
         self.log(metrics, self.context.mode)
@@ -299,12 +306,11 @@ class GenerationBackend(TrainerCallback):
         else:
             is_main = self._trainer.accelerator.is_main_process
             bar = None if is_main and not self._trainer.args.disable_tqdm else False
-            settings: dict[str, Any] = {"sampling_params": sampling_params, "progress_bar": bar}
-            # A pool's workers have no `warmup`.
-            settings |= {"warmup": True} if self._warms_up else {}
-            self._warms_up = False
+            self.warm_up()
             try:
-                batch = self.generator.generate_batch(prompts, **settings)
+                batch = self.generator.generate_batch(
+                    prompts, sampling_params=sampling_params, progress_bar=bar
+                )
             except InvalidRequestError as error:
                 raise InvalidRequestError(
                     f"{error} Filter such prompts out of the data set; max_new_tokens is the "
@@ -372,10 +378,9 @@ class GenerationBackend(TrainerCallback):
         A training of many decode steps traces the model in its first rollout, not in its second.
         """
         self.forget_synced_step()
-        if isinstance(self.generator, RolloutGenerator):
-            num_rollouts = state.max_steps - state.global_step
-            length = self.generator.manager.defaults.max_new_tokens or 0
-            self._warms_up = num_rollouts * length >= STEPS_WORTH_TRACE
+        num_rollouts = state.max_steps - state.global_step
+        length = self.generator.manager.defaults.max_new_tokens or 0
+        self._warms_up = num_rollouts * length >= STEPS_WORTH_TRACE
         if self.records is not None:
             self.records.begin_training(state.global_step)
 

@@ -172,6 +172,7 @@ class TrainerStrategy:
             return score(self._repeated(rows))
         assert backend is not None
         backend.sync_once_a_step()
+        backend.warm_up()
         self._offered.extend(rows)
         try:
             with measured(backend.generator.manager) as metrics:
