@@ -49,6 +49,7 @@ def test_a_graph_is_compiled_into_a_folder_of_the_user_alone(folder):
     assert not list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("*"))
 
 
+@pytest.mark.slow
 def test_a_users_umask_does_not_open_a_library_to_the_group(folder):
     script = f"""
 import os

@@ -34,9 +34,8 @@ def test_steps_are_captured_and_give_what_the_trainers_forward_gives(case, monke
     assert not warned(caplog)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prompts_are_packed_and_shared(dtype, monkeypatch):
     pretend_device(monkeypatch)
     with Pretended():

@@ -102,6 +102,7 @@ def test_a_hybrids_layers_are_told_apart(checkpoints):
             "padded, not packed (its forward fails (TypeError: ",
             "padded, not shared_prompts (",
             id="lost",
+            marks=pytest.mark.slow,
         ),
     ],
 )
