@@ -268,9 +268,7 @@ def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
 
 
 @needs_no_gpu
-def test_adapters_stay_unmerged_where_a_copy_takes_much_of_the_free_memory(
-    device, caplog
-):
+def test_adapters_stay_unmerged_where_a_copy_takes_much_of_the_free_memory(device, caplog):
     caplog.set_level("INFO", "cb_rollout")
     model = lora().eval()
     size = sum(parameter.nbytes for parameter in model.parameters())
