@@ -24,7 +24,7 @@ from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
 from cb_rollout.engine.memory.device import to_device
-from cb_rollout.engine.model.check import NEIGHBOURS
+from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
@@ -167,7 +167,7 @@ def _scored_in_its_layout(
     layouts = _LAYOUTS.get(inner, {})
     if (layout := layouts.get(key)) is None:
         layout, reason = _agreeing_layout(inner, rows)
-        _warn_of_padding(inner, reason)
+        _warn_on_a_gpu(inner, reason)
     _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
     try:
         return _scored(model, rows, layout, temperatures)
@@ -175,15 +175,19 @@ def _scored_in_its_layout(
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
-        _warn_of_padding(inner, str(error))
+        _warn_on_a_gpu(inner, str(error))
         return _scored(model, rows, PackingLayout.PADDED, temperatures)
 
 
-def _warn_of_padding(inner: Any, reason: str) -> None:
-    """Say why rows are padded on a GPU; Python shows an equal warning once."""
+def _warn_on_a_gpu(inner: Any, reason: str) -> None:
     if reason and next(inner.parameters()).device.type == "cuda":
-        text = f"packed_logprobs: prompts cannot be shared ({reason}); rows are padded instead."
-        warnings.warn(text, stacklevel=4)
+        warn_of_padding("packed_logprobs", reason, "padded")
+
+
+def warn_of_padding(caller: str, reason: str, layout: str) -> None:
+    """Warn that prompts are not shared, and how rows lie instead; an equal warning shows once."""
+    text = f"{caller}: prompts cannot be shared ({reason}); rows are {layout} instead."
+    warnings.warn(text, stacklevel=3)
 
 
 def loss_path(inner: Any, rows: Sequence[PackedRow]) -> ExecutionPath:
@@ -271,7 +275,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
         )
         for layout in (PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED):
             if layout is PackingLayout.SHARED_PROMPTS and not can_pack(inner):
-                reason = NEIGHBOURS
+                reason = PACKING_OBSTACLE
                 continue
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ class WeightSynchronizer:
     autocast_dtype: torch.dtype | None
     """Autocast dtype of both modules' forwards; None: no autocast."""
     selection: str = ""
-    """How adapters run on a GPU, with the reason; empty elsewhere."""
+    """Phrase that says how adapters run on a GPU, and why; "" elsewhere."""
     is_collective: bool = False
     """True: a sync, and a forward of `trained`, need every process at once."""
     _released: tuple[tuple[torch.UntypedStorage, int], ...] = ()

@@ -46,7 +46,7 @@ LENGTHS_OF_BITS = (3, 38, 1, 17, 30)
 BLOCK_SIZE = 4
 
 # The reason why a layout that cannot be packed is not.
-NEIGHBOURS = "recurrent states or sparse attention would mix rows that stand end to end"
+PACKING_OBSTACLE = "recurrent states or sparse attention would mix rows that stand end to end"
 
 Result = TypeVar("Result")
 
@@ -88,7 +88,7 @@ def check_model(
         difference, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
             if runner.batch_layout is BatchLayout.PACKED and not layout.can_pack:
-                runner.packing_obstacle = NEIGHBOURS
+                runner.packing_obstacle = PACKING_OBSTACLE
                 continue
             difference, failure = _difference(runner, layout, rows, expected)
             if runner.batch_layout is BatchLayout.PACKED:

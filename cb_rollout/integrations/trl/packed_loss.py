@@ -25,7 +25,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.memory.plan import TrainingBytes
-from cb_rollout.engine.model.check import NEIGHBOURS
+from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
@@ -46,6 +46,7 @@ from cb_rollout.packing.batch import (
 )
 from cb_rollout.packing.comparison import Result, loss_difference
 from cb_rollout.packing.forward import Scores, score_batches
+from cb_rollout.packing.logprobs import warn_of_padding
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Activations may take this share of the memory that is free when the first loss is computed.
@@ -201,7 +202,7 @@ class PackedLoss:
         first = PackingLayout.SHARED_PROMPTS if can_pack else PackingLayout.PADDED
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
         if not can_pack and trainer.accelerator.device.type == "cuda":
-            _warn_of_padding(NEIGHBOURS)
+            _warn_of_padding(PACKING_OBSTACLE)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[tuple[Any, ...]] = set()
         self._has_compared_gradients = False
@@ -395,11 +396,7 @@ def _rows_of_batch(
 
 
 def _warn_of_padding(reason: str) -> None:
-    warnings.warn(
-        f"loss_forward='packed': prompts cannot be shared ({reason}); rows are sorted by length "
-        "instead.",
-        stacklevel=2,
-    )
+    warn_of_padding("loss_forward='packed'", reason, "sorted by length")
 
 
 def _warn_of_batch(reason: str) -> None:
