@@ -76,11 +76,15 @@ class Case(NamedTuple):
     capability: tuple[int, int] = (8, 0)
     """Of the pretended device."""
     weights: type = SharedWeights
+    num_blocks: int | None = None
 
 
 CASES = {
     "TRL's default precision": Case("qwen3", None, True, weights=CopiedWeights),
-    "LoRA on a float32 base": Case("qwen3", with_adapters, True, weights=CastBaseWeights),
+    "LoRA on a float32 base": Case("qwen3", with_adapters, True, weights=CopiedWeights),
+    "unmerged LoRA on a float32 base": Case(
+        "qwen3", with_adapters, True, weights=CastBaseWeights, num_blocks=64
+    ),
     "replaced forwards": Case("qwen3", with_replaced_forwards, False),
     "a float32 head": Case("qwen3", with_float32_head, False),
     "experts in float32": Case("qwen3_moe", None, False, (9, 0)),
@@ -99,10 +103,10 @@ def made(family, change):
 
 def assert_captured(case, device, float32):
     """Roll out one prompt by graphs; compare with the trainer's forward, in float32 by so much."""
-    family, change, is_autocast, _, kind = CASES[case]
+    family, change, is_autocast, _, kind, num_blocks = CASES[case]
     trained, model = made(family, change), made(family, change).to(device)
     accelerator = Autocasting(device) if is_autocast else None
-    config = RolloutConfig(seed=1, block_size=8, num_speculative_tokens=0)
+    config = RolloutConfig(seed=1, block_size=8, num_blocks=num_blocks, num_speculative_tokens=0)
     with RolloutGenerator(model, config, accelerator=accelerator) as generator:
         outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
         path = generator.manager.decode_path

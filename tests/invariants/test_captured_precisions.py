@@ -48,7 +48,6 @@ SLOWER = {
         {
             "prefill": "padded, not packed (recurrent states",
             "CUDA graphs": "off (needs a model without recurrent states",
-            "drafts": "off (its steps take one token of each row)",
         },
     ),
     "a loop over experts": (

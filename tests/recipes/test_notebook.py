@@ -33,6 +33,8 @@ def test_two_steps_in_a_kernel_show_the_rewards_and_the_report(
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("SMOLLM2_FOLDER", str(smollm2))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The benchmarks set it where they are imported, and it turns TRL's bars off.
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     (at,) = [i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", ())]
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(TWO_STEPS))
     resources = {"metadata": {"path": str(tmp_path)}}
