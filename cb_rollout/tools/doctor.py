@@ -50,7 +50,7 @@ EXTRAS = {
     "server": ("fastapi", "uvicorn"),
     "grammar": ("xgrammar",),
     "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
-    "ray": ("ray", "xxhash"),
+    "ray": ("ray",),
 }
 
 # Settings that some machines refuse.

@@ -1,4 +1,4 @@
-"""Start workers on a Ray cluster, call them, and put buffers into its object store.
+"""Start workers on a Ray cluster, call them, and put tensors into its object store.
 
 Owns the connection to the cluster, and waits for the processes of one pool. The only file that
 imports ray. Called from any thread.
@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import psutil
 
 from cb_rollout.config.enums import InFlight
-from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError
-from cb_rollout.integrations.ray.weight_update import Buffer, WeightUpdate
+from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.integrations.ray.weight_update import WeightUpdate
 from cb_rollout.integrations.ray.worker import PoolWorker, WorkerDescription
 
 # Methods of a worker that run at the same time: a report, a submission, an update, a cancellation.
@@ -47,17 +48,9 @@ class RolloutWorker:
         return getattr(self._worker, method)(*arguments)
 
     def update(self, update: WeightUpdate, in_flight: InFlight, seconds: float) -> None:
-        """Fetch an update's buffers, each once per node, and give them to the worker."""
-        ray = _ray()
-        try:
-            buffers = ray.get(list(update.references), timeout=seconds)
-        except (ray.exceptions.GetTimeoutError, ray.exceptions.ObjectLostError) as error:
-            raise WeightSyncError(
-                f"weights of version {update.version} are cut off: {type(error).__name__} while "
-                f"their {update.num_bytes} bytes were fetched in {seconds:g} s. Nothing was "
-                "written; raise timeout_seconds, or give Ray a larger object store."
-            ) from error
-        self._worker.update(update, buffers, in_flight)
+        """Fetch an update's tensors, each once per node, and give them to the worker."""
+        arrays = _ray().get(list(update.references), timeout=seconds)
+        self._worker.update(update, arrays, in_flight)
 
 
 class Cluster:
@@ -100,8 +93,8 @@ class Cluster:
         """Have a worker fetch and take weights; return the reference of its result."""
         return actor.update.remote(update, in_flight, seconds)
 
-    def put(self, buffer: Buffer) -> Any:
-        return self._ray.put(buffer)
+    def put(self, array: np.ndarray) -> Any:
+        return self._ray.put(array)
 
     async def result(self, reference: Any) -> Any:
         """Wait for a call's result; an exception that the call raised is raised here.
@@ -139,9 +132,7 @@ def _ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError(
-            "RolloutPool needs ray and xxhash: pip install 'cb_rollout[ray]'."
-        ) from error
+        raise ImportError("RolloutPool needs ray: pip install 'cb_rollout[ray]'.") from error
 
 
 def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:

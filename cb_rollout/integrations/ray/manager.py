@@ -1,4 +1,4 @@
-"""Serve a pool's requests on workers that may end, hang or refuse weights.
+"""Serve a pool's requests on workers that may end or hang.
 
 Owns the workers from their start to their end, the current weights, and a thread with an event
 loop: a task for each worker. Has the part of `ContinuousBatchingManager` that callers of both use.
@@ -41,9 +41,6 @@ IDLE_REPORT_SECONDS = 2.0
 # No further worker is started after so many in a row that failed to start.
 MAX_FAILED_STARTS = 3
 
-# A worker that refuses current weights so often is replaced.
-MAX_REFUSALS = 2
-
 # Longer than the thread should take to end.
 CLOSE_SECONDS = 30.0
 
@@ -51,10 +48,11 @@ CLOSE_SECONDS = 30.0
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Worker(Candidate):
     handle: Any
+    version: int = 0
+    """Policy version of its weights."""
     task: Future[None] | None = None
     description: WorkerDescription | None = None
-    is_updating: bool = False
-    num_refusals: int = 0
+    """None: it has not started, or has not got the current weights yet."""
     counters: EngineCounters = field(default_factory=EngineCounters)
     progressed_at: float = 0.0
     """Time at which it was last seen to compute, or had no work."""
@@ -90,8 +88,8 @@ class PoolManager:
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._dispatcher = Dispatcher()
-        self._weights = WeightUpdate(0, ())
-        self._updating_to: int | None = None
+        self._weights = WeightUpdate(0)
+        self._updating = threading.Lock()
         self._first: Future[WorkerDescription] = Future()
         self._num_started = 0
         self._ended_counters = EngineCounters()
@@ -151,14 +149,13 @@ class PoolManager:
         return self._first.result()
 
     def resize(self, num_workers: int) -> None:
-        """Set the number of workers; sequences of those that end go on elsewhere."""
+        """Set the number of workers; sequences of those that end begin again elsewhere."""
         with self._lock:
             self.require_can_wait()
             self._num_workers, self._num_failed_starts = num_workers, 0
-            usable = {worker.number for worker in self._usable()}
             surplus = sorted(
                 self._workers.values(),
-                key=lambda w: (w.number in usable, self._dispatcher.load(w.number)),
+                key=lambda w: (w.description is not None, self._dispatcher.load(w.number)),
             )
             for worker in surplus[: max(0, len(surplus) - num_workers)]:
                 self._end(worker, "the pool was made smaller", is_dead=False)
@@ -186,65 +183,43 @@ class PoolManager:
             self._dispatch()
 
     def cancel_requests(self, request_ids: Iterable[str]) -> None:
-        """End sequences; each delivers the tokens that its worker reported."""
+        """End sequences; each still delivers its tokens."""
         with self._lock:
             for number, item_ids in self._dispatcher.cancel(request_ids).items():
                 self._cluster.call(self._workers[number].handle, "cancel", item_ids)
 
     @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Reserve the next version for the weights that are prepared and sent inside."""
-        with self._lock:
+    def updating(self) -> Iterator[int]:
+        """Wait for other updates to end; yield the version of the weights that are sent inside."""
+        with self._updating:
             self.require_can_wait()
-            if self._updating_to is not None:
-                raise WeightSyncError(
-                    f"version {self._updating_to} is being sent by another thread; one "
-                    "trainer updates a pool, one update after the other. Give each trainer a pool."
-                )
-            if version != self.policy_version + 1:
-                raise WeightSyncError(
-                    f"weights of version {version} do not follow version {self.policy_version}, "
-                    "which the pool has: another trainer updates it too. Give each trainer a pool."
-                )
-            self._updating_to = version
-        try:
-            yield
-        finally:
-            self._updating_to = None
+            yield self.policy_version + 1
 
     def update(self, weights: WeightUpdate, in_flight: InFlight) -> None:
-        """Have every worker take new weights; workers that come later get them first.
-
-        Called inside `updating`. A worker that does not take them samples nothing until it has
-        them, or is replaced.
+        """Have every worker take new weights, inside `updating`; one that does not is replaced.
 
         Raises:
-            WeightSyncError: every worker refused them, and the pool keeps the present ones.
+            WeightSyncError: no worker took them, and the pool keeps the present ones.
         """
-        with self._lock:
-            self.require_can_wait()
-            if in_flight is InFlight.ABORT:
-                self._dispatcher.cancel_waiting()
-            sent = [self._spawn(self._send(w, weights, in_flight)) for w in self._usable()]
-        answers: list[WeightSyncError | None] = []
-        is_refused = False
-        try:
+        answers: list[BaseException | None] = []
+        while True:
+            with self._lock:
+                self.require_can_wait()
+                if in_flight is InFlight.ABORT:
+                    self._dispatcher.cancel_waiting()
+                # A worker may start meanwhile, with the present weights.
+                behind = [w for w in self._usable() if w.version < weights.version]
+                if not behind:
+                    self._weights = weights
+                    self._dispatch()
+                    return
+                sent = [self._spawn(self._send(worker, weights, in_flight)) for worker in behind]
             for answer in sent:
-                # Of a worker that ended there is none.
+                # The pool was closed meanwhile.
                 with suppress(CancelledError):
                     answers.append(answer.result())
-            self.require_can_wait()
-            is_refused = bool(answers) and None not in answers
-        finally:
-            with self._lock:
-                if is_refused:
-                    # A worker that ended meanwhile may have sampled from them.
-                    self._dispatcher.forget_newer(self.policy_version)
-                else:
-                    self._adopt(weights)
-        if is_refused:
-            first = answers[0]
-            raise WeightSyncError(f"all {len(answers)} workers refused: {first}") from first
+            if answers and (first := answers[0]) is not None and None not in answers:
+                raise WeightSyncError(f"no worker took the weights: {error_text(first)}") from first
 
     def close(self, error: EngineDeadError) -> None:
         """End the thread and all workers; sequences that are left raise `error`."""
@@ -302,27 +277,30 @@ class PoolManager:
 
     async def _serve(self, worker: _Worker, reference: Any) -> None:
         """Bring a worker to work, and take its reports until it ends."""
-        description, node = await self._answer(worker, reference, "start", self._start_timeout)
-        with self._lock:
-            self._cluster.record_process(description.process_id, node)
-            worker.capacity, worker.description = description.capacity, description
-            worker.progressed_at = time.monotonic()
-            if worker.version >= self.policy_version:
-                self._num_failed_starts, self._last_failure = 0, None
-            if not self._first.done():
-                self._first.set_result(description)
-            self._dispatch()
+        started = await self._answer(worker, reference, "start", self._start_timeout)
+        description, node = started
+        self._cluster.record_process(description.process_id, node)
+        while worker.description is None:
+            if worker.version < self._weights.version:
+                await self._send(worker, self._weights, InFlight.RECOMPUTE)
+            with self._lock:
+                if worker.version == self._weights.version:
+                    self._begin(worker, description)
         while True:
-            weights = self._weights
-            if worker.version < weights.version and not worker.is_updating:
-                refusal = await self._send(worker, weights, InFlight.RECOMPUTE)
-                if refusal is not None and worker.num_refusals >= MAX_REFUSALS:
-                    self._lose(worker, refusal, is_start=True)
             is_busy = bool(self._dispatcher.load(worker.number))
             seconds = BUSY_REPORT_SECONDS if is_busy else IDLE_REPORT_SECONDS
             reference = self._cluster.call(worker.handle, "report", seconds)
             report = await self._answer(worker, reference, "report", seconds + self._timeout)
             self._take_report(worker, report)
+
+    def _begin(self, worker: _Worker, description: WorkerDescription) -> None:
+        worker.capacity, worker.description = description.capacity, description
+        worker.progressed_at = time.monotonic()
+        self._num_failed_starts, self._last_failure = 0, None
+        if not self._first.done():
+            self._first.set_result(description)
+        self._start_missing()
+        self._dispatch()
 
     async def _answer(
         self,
@@ -349,25 +327,18 @@ class PoolManager:
 
     async def _send(
         self, worker: _Worker, weights: WeightUpdate, in_flight: InFlight
-    ) -> WeightSyncError | None:
-        worker.is_updating, refusal = True, None
+    ) -> BaseException | None:
+        """Have a worker take weights; return why it did not, and was ended."""
         reference = self._cluster.update(worker.handle, weights, in_flight, self._timeout)
         try:
             # To fetch, and to write.
-            await self._answer(worker, reference, "update", 2 * self._timeout, WeightSyncError)
-        except WeightSyncError as error:
-            refusal = error
-        with self._lock:
-            worker.is_updating, worker.progressed_at = False, time.monotonic()
-            if refusal is None:
-                worker.version, worker.num_refusals = weights.version, 0
-                self._num_failed_starts, self._last_failure = 0, None
-                self._start_missing()
-            else:
-                worker.num_refusals += 1
-                _LOGGER.warning("worker %d refused weights: %s", worker.number, refusal)
-            self._dispatch()
-        return refusal
+            await self._answer(worker, reference, "update", 2 * self._timeout)
+        except asyncio.CancelledError as error:
+            if error.__cause__ is None or worker.description is None:
+                raise
+            return error.__cause__
+        worker.version, worker.progressed_at = weights.version, time.monotonic()
+        return None
 
     async def _submit(self, worker: _Worker, reference: Any, item_ids: Sequence[str]) -> None:
         """End the sequences that a worker could not read."""
@@ -383,11 +354,10 @@ class PoolManager:
         with self._lock:
             # Before the outputs are delivered: who waits for the last of them reads these.
             before, worker.counters = worker.counters, report.counters
-            self._dispatcher.take_progress(worker.number, report.progress)
             self._dispatcher.deliver(worker.number, report.outputs)
             now, is_idle = time.monotonic(), not self._dispatcher.load(worker.number)
             has_computed = report.counters.num_forwards != before.num_forwards
-            if has_computed or is_idle or worker.is_updating:
+            if has_computed or is_idle:
                 worker.progressed_at = now
             elif now - worker.progressed_at > self._timeout:
                 self._end(worker, f"no forward in timeout_seconds={self._timeout:g}")
@@ -396,11 +366,7 @@ class PoolManager:
     # On any thread.
 
     def _usable(self) -> list[_Worker]:
-        return [
-            worker
-            for worker in self._workers.values()
-            if worker.description is not None and worker.version >= self.policy_version
-        ]
+        return [worker for worker in self._workers.values() if worker.description is not None]
 
     def _start_missing(self) -> None:
         while self._fatal_error is None and len(self._workers) < self._num_workers:
@@ -413,20 +379,20 @@ class PoolManager:
                 return
             number, self._num_started = self._num_started, self._num_started + 1
             handle, reference = self._cluster.start_worker(*self._arguments)
-            worker = self._workers[number] = _Worker(number, 0, 0, handle=handle)
+            worker = self._workers[number] = _Worker(number, 0, handle=handle)
             worker.task = self._spawn(self._serve(worker, reference))
 
-    def _lose(self, worker: _Worker, error: Exception, is_start: bool = False) -> None:
+    def _lose(self, worker: _Worker, error: Exception) -> None:
         """End a worker that raised, and count the start if it never worked."""
         with self._lock:
-            if worker.number in self._workers and (is_start or worker.description is None):
+            if worker.number in self._workers and worker.description is None:
                 self._num_failed_starts, self._last_failure = self._num_failed_starts + 1, error
                 if isinstance(error, ValueError) and not self._first.done():
                     self._first.set_exception(error)
             self._end(worker, error_text(error))
 
     def _end(self, worker: _Worker, reason: str, *, is_dead: bool = True) -> None:
-        """Kill a worker; its sequences go on elsewhere, and another one takes its place."""
+        """Kill a worker; its sequences begin again elsewhere, and another takes its place."""
         with self._lock:
             if self._workers.pop(worker.number, None) is None:
                 return
@@ -434,24 +400,14 @@ class PoolManager:
             worker.task.cancel()
             self._ended_counters = self._ended_counters.plus(worker.counters)
             self._cluster.kill(worker.handle)
-            moved = self._dispatcher.withdraw(worker.number, is_dead=is_dead, reason=reason)
+            num_moved = self._dispatcher.withdraw(worker.number, is_dead=is_dead, reason=reason)
             _LOGGER.log(
                 logging.WARNING if is_dead else logging.INFO,
-                "worker %d ended: %s; %d sequences go on elsewhere",
-                worker.number, reason, len(moved),
+                "worker %d ended: %s; %d sequences begin again elsewhere",
+                worker.number, reason, num_moved,
             )  # fmt: skip
             self._start_missing()
             self._dispatch()
-
-    def _adopt(self, weights: WeightUpdate) -> None:
-        """Make weights the current ones; a worker without them gives its sequences away."""
-        self._weights = weights
-        for worker in self._workers.values():
-            if worker.description is not None and worker.version < weights.version:
-                item_ids = self._dispatcher.withdraw(worker.number, is_dead=False)
-                if item_ids:
-                    self._cluster.call(worker.handle, "cancel", item_ids)
-        self._dispatch()
 
     def _dispatch(self) -> None:
         usable = self._usable()

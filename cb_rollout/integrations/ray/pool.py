@@ -11,7 +11,6 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch
 
-from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight, ReleaseCache, WeightSync
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
@@ -19,10 +18,10 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError, WeightSyncError
+from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError
 from cb_rollout.integrations.ray.cluster import Cluster
 from cb_rollout.integrations.ray.manager import PoolManager
-from cb_rollout.integrations.ray.weight_update import WeightUpdate, packed
+from cb_rollout.integrations.ray.weight_update import WeightUpdate, new_values
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.batches import batch_arguments, require_finished
 from cb_rollout.rollout.generator import measured
@@ -36,7 +35,7 @@ class RolloutPool:
 
     Each worker is a Ray actor with an engine and a copy of the weights. A sequence's tokens depend
     on its seed and the weights, not on its worker. A worker that ends is replaced, and its
-    sequences go on elsewhere after the tokens that it reported.
+    sequences are sampled again elsewhere.
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class RolloutPool:
         self.defaults = self.manager.defaults = worker.defaults
         serving = replace(worker.limits, max_cached_tokens=self.manager.max_cached_tokens)
         self.manager.input_processor = InputProcessor(serving, self.config.seed, None, tokenizer)
-        self._trained: weakref.ref[torch.nn.Module] | None = None
 
     def generate_batch(
         self,
@@ -113,8 +111,7 @@ class RolloutPool:
         """Sample completions of many prompts, as `RolloutGenerator.generate_batch` does.
 
         Several threads may call it at once. `timestamps` are `created_time` plus the seconds since
-        the sequence came to its worker; with them, a sequence of a worker that ends is sampled
-        again from its start.
+        the sequence came to its worker.
 
         Raises:
             InvalidRequestError: an input or a sampling parameter is refused; nothing was generated.
@@ -166,28 +163,21 @@ class RolloutPool:
         _require_workers(num_workers)
         self.manager.resize(num_workers)
 
-    def follow(self, model: torch.nn.Module | None) -> None:
-        """Let another module update the pool from now on; None: whichever comes next."""
-        self._trained = None if model is None else weakref.ref(hf_compat.unwrap(model))
-
     def sync_weights(
         self,
         weights: torch.nn.Module | Mapping[str, torch.Tensor],
         *,
-        policy_version: int | None = None,
         in_flight: Literal["keep", "recompute", "abort"] = "recompute",
     ) -> SyncReport:
         """Sample from these weights from now on, under the next policy version.
 
-        Weights go to the object store once, and from there to each machine once. No worker samples
-        from a mixture: it checks all bytes before it writes the first, between two forwards. A
-        worker that does not take them samples nothing until it has them, or is replaced.
+        Weights go to the object store once, and from there to each machine once. A worker writes
+        them between two forwards, so that none samples from a mixture; one that does not take them
+        is replaced. A call of another thread waits. Each trainer needs a pool of its own.
 
         Args:
             weights: the training module, wrapped or not, with its adapters added out of place; or a
                 state dict of the plain model. On its way each tensor is cast to the workers' dtype.
-            policy_version: the version that these weights become, for a trainer that counts its
-                own; None: the next.
             in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
 
         Returns:
@@ -195,8 +185,8 @@ class RolloutPool:
 
         Raises:
             ConfigurationError: the module is sharded over processes, or `in_flight` is unknown.
-            WeightSyncError: the tensors are not the workers'; another trainer updates the pool;
-                or all workers refused. The pool keeps its weights and its version.
+            WeightSyncError: the tensors are not the workers', or no worker took them. The pool
+                keeps its weights and its version.
             EngineDeadError: no worker can run, or the pool was closed.
         """
         started = time.perf_counter()
@@ -204,17 +194,13 @@ class RolloutPool:
             raise ConfigurationError(
                 f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
             )
-        version = self.policy_version + 1 if policy_version is None else policy_version
-        with self.manager.updating(version):
-            self._require_same_trainer(weights)
-            tensors, references = [], []
-            for of_buffer, buffer in packed(weights, self._worker_tensors):
-                tensors.append(of_buffer)
-                references.append(self._cluster.put(buffer))
-            update = WeightUpdate(version, tensors, references)
+        with self.manager.updating() as version:
+            sent = [
+                (tensor, self._cluster.put(array))
+                for tensor, array in new_values(weights, self._worker_tensors)
+            ]
+            update = WeightUpdate(version, *map(list, zip(*sent, strict=True)))
             self.manager.update(update, InFlight(in_flight))
-            if isinstance(weights, torch.nn.Module):
-                self.follow(weights)
         return SyncReport(version, time.perf_counter() - started, update.num_bytes)
 
     def close(self) -> None:
@@ -232,17 +218,6 @@ class RolloutPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _require_same_trainer(self, weights: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        last = None if self._trained is None else self._trained()
-        if last is None or not isinstance(weights, torch.nn.Module):
-            return
-        if hf_compat.unwrap(weights) is not last:
-            raise WeightSyncError(
-                f"version {self.policy_version} came from another module than these weights: two "
-                "trainers update one pool. Give each a pool; or call follow(model) first, if this "
-                "module takes over."
-            )
 
     def _run(self, requests: list[Request], is_shown: bool | None) -> dict[str, GenerationOutput]:
         output_queue = OutputQueue()
@@ -329,9 +304,8 @@ class PooledGenerator:
     wake = lend_to_trainer = sleep
 
     def close(self) -> None:
-        """Let another trainer update the pool, which stays open."""
+        """Give the pool its own sampling parameters back; it stays open."""
         self.manager.defaults = self.pool.defaults
-        self.pool.follow(None)
 
     def __enter__(self) -> Self:
         return self

@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-# Tokens of so many seconds are lost with a worker: it reports four times a second.
-REPORT_SECONDS = 0.25
-
 # First steps, which are left out of the means: engines fill.
 NUM_WARM_UPS = 2
 
@@ -104,7 +101,6 @@ class Prediction:
 class _Sequence:
     group: "_Group"
     length: int
-    num_sampled: float = 0.0
     versions: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -151,7 +147,7 @@ class _Engine:
 
     def add(self, sequence: _Sequence, prefilled: float) -> None:
         self.debt += self.speeds.prefill * prefilled
-        end = self.progress + sequence.length - sequence.num_sampled
+        end = self.progress + sequence.length
         heapq.heappush(self.running, (end, next(self._numbers), self.progress, sequence))
 
     def pop_ended(self) -> list[_Sequence]:
@@ -163,10 +159,7 @@ class _Engine:
         return ended
 
     def pop_all(self) -> list[_Sequence]:
-        """End the engine; its sequences keep the tokens that were reported."""
-        lost = REPORT_SECONDS / self.speeds.step(max(1, len(self.running)))
-        for _, _, start, sequence in self.running:
-            self._note(sequence, start, max(start, self.progress - lost))
+        """End the engine, and return its sequences, which begin again elsewhere."""
         found = [sequence for *_, sequence in self.running]
         self.running, self.debt = [], 0.0
         return found
@@ -178,13 +171,12 @@ class _Engine:
             count = min(end, stop) - max(start, begin)
             if count > 0:
                 sequence.versions.append((version, count))
-        sequence.num_sampled += end - start
 
     def take_weights(self, version: int, prompt_tokens: float) -> None:
         """Begin a version: what runs has its keys computed again."""
         self.marks.append((self.progress, version))
-        for _, _, start, sequence in self.running:
-            tokens = prompt_tokens + sequence.num_sampled + self.progress - start
+        for _, _, start, _ in self.running:
+            tokens = prompt_tokens + self.progress - start
             self.debt += self.speeds.prefill * tokens
 
 
@@ -255,8 +247,6 @@ class _Run:
             sequence = self.waiting.popleft()
             prompt = 0.0 if number in group.homes else self.scenario.prompt_tokens
             group.homes.add(number)
-            if sequence.num_sampled:
-                prompt = self.scenario.prompt_tokens + sequence.num_sampled
             engine.add(sequence, prompt)
 
     def advance_to_next(self, until: float) -> None:

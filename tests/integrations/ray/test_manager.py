@@ -1,4 +1,4 @@
-"""Workers that die, hang or refuse are replaced; every wait of a pool ends."""
+"""Workers that die, hang or take no weights are replaced; every wait of a pool ends."""
 
 import asyncio
 import threading
@@ -49,7 +49,7 @@ class FakeWorker:
             done, self.items = self.items, []
             self.num_forwards += len(done)
             counters = EngineCounters(decode_forwards=self.num_forwards)
-            return WorkerReport([self.output(item) for item in done], [], counters)
+            return WorkerReport([self.output(item) for item in done], counters)
         return None
 
     def output(self, item):
@@ -143,9 +143,9 @@ def sample(manager, count=6):
     return found
 
 
-def update(manager, version):
-    with manager.updating(version):
-        manager.update(WeightUpdate(version, ()), InFlight.RECOMPUTE)
+def update(manager):
+    with manager.updating() as version:
+        manager.update(WeightUpdate(version), InFlight.RECOMPUTE)
 
 
 def wait_until(is_true):
@@ -205,7 +205,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(manage, how):
     def script(worker, called):
         if worker.number or called != "report" or not worker.items:
             return None
-        return HANGS if how == "no answer" else WorkerReport([], [], EngineCounters())
+        return HANGS if how == "no answer" else WorkerReport([], EngineCounters())
 
     manager = manage(FakeCluster(script), timeout=0.3)
     assert 0 not in {output.generated_tokens[0] for output in sample(manager)}
@@ -215,7 +215,7 @@ def test_a_worker_that_does_not_answer_an_update_is_replaced_by_one_that_has_it(
     cluster = FakeCluster(lambda w, called: HANGS if (w.number, called) == (0, "update") else None)
     manager = manage(cluster, timeout=0.3)
     wait_until(lambda: manager.num_alive == 2)
-    update(manager, 1)
+    update(manager)
     wait_until(lambda: manager.num_alive == 2)
     assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
     assert cluster.workers[0].is_killed
@@ -230,78 +230,60 @@ def test_a_worker_that_dies_in_an_update_is_replaced_by_one_that_has_it(manage):
     cluster = FakeCluster(script)
     manager = manage(cluster)
     wait_until(lambda: manager.num_alive == 2)
-    update(manager, 1)
+    update(manager)
     assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
     wait_until(lambda: manager.num_alive == 2)
 
 
-def test_a_worker_that_refuses_samples_nothing_until_it_has_the_weights(manage):
-    refusals = [WeightSyncError("a bit is wrong")]
-
-    def script(worker, called):
-        is_refused = (worker.number, called) == (0, "update") and refusals
-        return refusals.pop() if is_refused else None
-
-    cluster = FakeCluster(script)
-    manager = manage(cluster)
-    wait_until(lambda: manager.num_alive == 2)
-    update(manager, 1)
-    wait_until(lambda: manager.num_alive == 2)
-    assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
-    assert cluster.workers[0].versions == [0, 1]
-    assert not cluster.workers[0].is_killed
-
-
-def test_a_worker_that_keeps_refusing_is_replaced(manage):
+def test_a_worker_that_takes_no_weights_is_replaced(manage):
     def script(worker, called):
         is_refused = (worker.number, called) == (0, "update")
-        return WeightSyncError("a bit is wrong") if is_refused else None
+        return WeightSyncError("of another model") if is_refused else None
 
     cluster = FakeCluster(script)
     manager = manage(cluster)
     wait_until(lambda: manager.num_alive == 2)
-    update(manager, 1)
+    update(manager)
     wait_until(lambda: cluster.workers[0].is_killed and manager.num_alive == 2)
-    assert {output.generated_tokens[0] for output in sample(manager)} == {1, 2}
+    found = sample(manager)
+    assert {output.generated_tokens[0] for output in found} == {1, 2}
+    assert {output.policy_versions[0] for output in found} == {(1, 1)}
 
 
-def test_weights_that_all_refuse_are_not_those_of_the_pool(manage):
-    refusals = [WeightSyncError("a bit is wrong")] * 2
+def test_weights_that_no_worker_takes_are_not_those_of_the_pool(manage):
+    refusals = [WeightSyncError("of another model")] * 2
     cluster = FakeCluster(
         lambda w, called: refusals.pop() if called == "update" and refusals else None
     )
     manager = manage(cluster)
     wait_until(lambda: manager.num_alive == 2)
-    with pytest.raises(WeightSyncError, match="all 2 workers refused: a bit is wrong"):
-        update(manager, 1)
-    assert (manager.policy_version, manager.num_alive) == (0, 2)
+    with pytest.raises(WeightSyncError, match=r"no worker took the weights: .*of another model"):
+        update(manager)
+    assert manager.policy_version == 0
+    wait_until(lambda: manager.num_alive == 2)
     assert {output.policy_versions[0] for output in sample(manager)} == {(0, 1)}
-    update(manager, 1)
+    update(manager)
     assert manager.policy_version == 1
 
 
-def test_a_second_trainer_is_refused(manage):
+def test_an_update_waits_for_one_of_another_thread(manage):
     manager = manage(FakeCluster())
     manager.first_description()
-    update(manager, 1)
-    with pytest.raises(WeightSyncError, match="version 1 do not follow version 1"):
-        update(manager, 1)
-    with pytest.raises(WeightSyncError, match="version 3 do not follow version 1"):
-        update(manager, 3)
-    with (
-        manager.updating(2),
-        pytest.raises(WeightSyncError, match="version 2 is being sent by another thread"),
-    ):
-        update(manager, 2)
-    update(manager, 2)
+    with manager.updating() as version:
+        other = threading.Thread(target=update, args=(manager,), daemon=True)
+        other.start()
+        manager.update(WeightUpdate(version), InFlight.RECOMPUTE)
+        assert manager.policy_version == version == 1
+    other.join(WAIT)
+    assert manager.policy_version == 2
 
 
 def test_a_worker_that_joins_late_gets_the_current_weights_first(manage):
     cluster = FakeCluster()
     manager = manage(cluster, num_workers=1)
     manager.first_description()
-    update(manager, 1)
-    update(manager, 2)
+    update(manager)
+    update(manager)
     manager.resize(3)
     wait_until(lambda: manager.num_alive == 3)
     assert [worker.versions for worker in cluster.workers] == [[0, 1, 2], [0, 2], [0, 2]]
@@ -379,7 +361,7 @@ def test_workers_that_never_start_again_end_the_pool_and_not_its_callers(manage)
     with pytest.raises(EngineDeadError, match=f"{MAX_FAILED_STARTS} workers in a row.*memory"):
         queue.take(timeout=WAIT)
     with pytest.raises(EngineDeadError):
-        update(manager, 1)
+        update(manager)
 
 
 def test_no_worker_in_time_is_an_error_that_names_the_knob(manage):
@@ -401,7 +383,7 @@ def test_a_bug_in_the_pool_reaches_those_who_wait(manage):
 
 def test_cancelled_sequences_are_ended_at_their_worker(manage):
     cluster = FakeCluster(lambda w, called: HANGS if called == "report" and w.items else None)
-    manager = manage(cluster)
+    manager = manage(cluster, timeout=0.3)
     manager.first_description()
     queue = OutputQueue()
     manager.submit(requests(3), queue)
