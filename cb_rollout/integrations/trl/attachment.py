@@ -3,8 +3,8 @@
 TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is
 an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
 once its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is
-never imported. Attributes and methods of a GRPO or RLOO trainer are replaced here, by `Overrides`,
-which `detach` restores; of the trainers of `SEAMS` in `on_policy`. Called from the thread that
+never imported. Attributes and methods of a GRPO or RLOO trainer are replaced here, and
+restored by `detach`; of the trainers of `SEAMS` in `on_policy`. Called from the thread that
 trains, before or after training.
 """
 
@@ -45,9 +45,7 @@ from cb_rollout.integrations.trl.on_policy import (
     seam_of,
 )
 from cb_rollout.integrations.trl.records import TrainerRecords
-from cb_rollout.integrations.trl.rollout_func import end_own_engine
 from cb_rollout.integrations.trl.scoring import TrainerScoring, require_known_ends
-from cb_rollout.integrations.trl.strategies import STRATEGY
 from cb_rollout.packing.ordered_head import replacing_head
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
@@ -95,7 +93,6 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
         return _attach_generation(trainer, config, seam)
     _require_settings(trainer)
     require_processor_for_images(trainer)
-    end_own_engine(trainer)
     generator = create_generator(trainer, config)
     config = generator.config
     defaults = generator.manager.defaults
@@ -117,7 +114,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     if config.numerics == Numerics.BITWISE:
         backend.installed.enter_context(bitwise(trainer.model))
         backend.installed.enter_context(replacing_head(upstream.utils, FUSED_HEAD))
-    backend.overrides.set(
+    backend.override(
         vllm_generation=backend,
         vllm_mode=GENERATION_MODE,
         use_vllm=True,
@@ -131,7 +128,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     # RLOO has no tools.
     if config.concurrent_tools and hasattr(trainer, "_tool_call_loop"):
         tools = ConcurrentTools(trainer, config.tool_timeout_seconds)
-        backend.overrides.set(_tool_call_loop=tools.run)
+        backend.override(_tool_call_loop=tools.run)
     _join_after_turns(trainer, backend)
     _watch(trainer, backend)
     return generator
@@ -153,7 +150,7 @@ def _attach_generation(
 def _watch(trainer: Any, backend: GenerationBackend) -> None:
     watch = create_failure_watch()
     if watch is not None:
-        backend.overrides.set(
+        backend.override(
             train=watch.watching(trainer.train), evaluate=watch.watching(trainer.evaluate)
         )
     trainer.add_callback(backend)
@@ -193,10 +190,6 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
         raise ConfigurationError(
             f"trl {version} generates in another way than cb_rollout knows (missing: "
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
-        )
-    if STRATEGY in vars(trainer):
-        raise ConfigurationError(
-            "use_strategy came before attach, so that it would be left out; call attach first."
         )
     if getattr(trainer, "use_vllm", False):
         if attached_backend(trainer):
@@ -247,7 +240,7 @@ def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
     for name in ("rollout_func", "_tool_call_loop"):
         turns = getattr(trainer, name, None)
         if turns is not None:
-            backend.overrides.set(**{name: joined(turns)})
+            backend.override(**{name: joined(turns)})
 
 
 def _require_whole_outputs(trainer: Any) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerState
 
+from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
@@ -40,8 +41,6 @@ GENERATION_MODE = "cb_rollout"
 # Decode steps of a training from which on a trace is made at once. On a CPU it pays off sooner.
 STEPS_WORTH_TRACE = 256
 
-_ABSENT = object()
-
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
 SUMMED = (
     *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
@@ -50,29 +49,6 @@ SUMMED = (
 )
 # Averaged over the turns' tokens.
 AVERAGED = ("log_kept_mass", "kept_tokens")
-
-
-class Overrides:
-    """Attributes set on an object, and the values they replaced."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._before: dict[str, Any] = {}
-
-    def set(self, **values: Any) -> None:
-        own = vars(self._owner)
-        for name, value in values.items():
-            self._before.setdefault(name, own.get(name, _ABSENT))
-            setattr(self._owner, name, value)
-
-    def restore(self) -> None:
-        """Put every attribute back, and delete those that the object did not have."""
-        for name, value in self._before.items():
-            if value is _ABSENT:
-                vars(self._owner).pop(name, None)
-            else:
-                setattr(self._owner, name, value)
-        self._before.clear()
 
 
 def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:
@@ -202,9 +178,8 @@ class GenerationBackend(TrainerCallback):
         """Serve a trainer, whose attribute `synced_step` holds the step at which it synced last."""
         self._trainer, self.generator, self.records = trainer, generator, records
         self._synced_step = synced_step
-        self.overrides = Overrides(trainer)
         self.installed = ExitStack()
-        """Contexts that end when the trainer is detached, beside `overrides` of its attributes."""
+        """Contexts that end when the trainer is detached."""
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""
         self.strategy: TrainerStrategy | None = None
@@ -222,6 +197,11 @@ class GenerationBackend(TrainerCallback):
     @property
     def _mode(self) -> Any:
         return "train" if self._trainer.model.training else "eval"
+
+    def override(self, **attributes: Any) -> None:
+        """Set attributes of the trainer until it is detached."""
+        values = [(self._trainer, name, value) for name, value in attributes.items()]
+        self.installed.enter_context(replacing(values))
 
     def begin_rollout(self, **known: Any) -> RolloutContext:
         self.context = RolloutContext(self._mode, **known)
@@ -321,14 +301,6 @@ class GenerationBackend(TrainerCallback):
         context.turn_metrics.append(metrics)
         return outputs
 
-    def sample_rollout(
-        self, prompts: list[list[int]], sampling_params: SamplingParams | None = None
-    ) -> list[GenerationOutput]:
-        """Sync, and sample a rollout of its own, for a trainer that is not attached."""
-        self.sync_once_a_step()
-        with self.rollout():
-            return self.sample(prompts, sampling_params)
-
     def release(self) -> None:
         """Hold the engine, and release the memory that the config says."""
         if self._is_training:
@@ -368,7 +340,6 @@ class GenerationBackend(TrainerCallback):
             self.records.flush()
         self.cancel_carried()
         self._trainer.remove_callback(self)
-        self.overrides.restore()
         self.installed.close()
         self.generator.close()
 

@@ -1,4 +1,4 @@
-"""Find images in a trainer's data sets and tools; choose rows of batches that hold images.
+"""Find images in a trainer's data sets; choose rows of batches that hold images.
 
 TRL 1.16 keeps the images of all rows in one tensor, and divides and joins them by functions of its
 own, which are used here. Called by the trainer, on its thread.
@@ -6,28 +6,19 @@ own, which are used here. Called by the trainer, on its thread.
 B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cb_rollout.compat import multimodal
-from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.compat.torch import compute_dtype, without_dropout
-from cb_rollout.compat.zero3 import shards_models
-from cb_rollout.engine.images.processor import encoded_row, has_image_parts, is_chat
+from cb_rollout.engine.images.processor import has_image_parts, is_chat
 from cb_rollout.engine.images.prompt_images import Image, PromptImages, tensors_digest
-from cb_rollout.engine.numerics.agreement import is_measurable, references
-from cb_rollout.engine.numerics.higher_precision import higher_precision
-from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl import upstream
 from cb_rollout.packing.batch import PackedRow, row_images
-from cb_rollout.rollout.distributed import largest_of_all
 
 if TYPE_CHECKING:
-    from cb_rollout.integrations.trl.loss_rows import LossBatch
+    import torch
 
 IMAGE_COLUMNS = ("image", "images")
 
@@ -139,101 +130,3 @@ def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any
         prompt = upstream.prepare_multimodal_messages(prompt, images=pictures)
     (ids,), images, _ = trainer._tokenize_prompts([prompt])
     return list(ids), images[0] if images else None
-
-
-class ToolImages:
-    """Comparison of the trainer's forward of images that tools return with the model's own.
-
-    TRL 1.16 finds such images by two tokens, and divides their tensors in ways that fit some models
-    only. Of another model its loss sees no image, or those of another row. So the first rows with
-    such images are computed both ways; with several processes, on all of them.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        has_tools = bool(getattr(trainer, "tools", None))
-        self._is_proved = not (has_tools and is_processor(trainer.processing_class))
-        self._rows: list[tuple[list[int], list[Any]]] = []
-        self._numbers: list[int] = []
-        self._tool = ""
-
-    def begin(self, generated: Sequence[Any]) -> None:
-        """Keep the first and the last row with images of a tool, of what `_generate` returned."""
-        if self._is_proved:
-            return
-        prompts, completions, _, messages, _, _, images, tool_images = generated[:8]
-        seeing = [number for number, row_images in enumerate(tool_images) if row_images]
-        # As many on every process, whose forwards wait for each other where a model is sharded.
-        self._numbers = [seeing[0], seeing[-1]] if seeing else [0, 0]
-        self._rows = [
-            ([*prompts[n], *completions[n]], images[n] if images and images[n] else [])
-            for n in self._numbers
-        ]
-        answers = [m for m in messages[self._numbers[0]] if seeing and m.get("role") == "tool"]
-        self._tool = next((m["name"] for m in answers if has_image_parts([m])), "")
-
-    def check(
-        self, forward: Callable[..., Any], model: torch.nn.Module, batch: "LossBatch"
-    ) -> None:
-        """Compare once with `forward`, the trainer's, and refuse a difference beyond rounding."""
-        accelerator = self._trainer.accelerator
-        if self._is_proved or not largest_of_all(accelerator, bool(self._tool)):
-            return
-        inner, called = hf_compat.unwrap(model), hf_compat.collective_forward(model)
-        reason, numbers = None, self._numbers
-        is_token_BT = batch.completion_mask[numbers] > 0
-        dtype = compute_dtype(inner, accelerator.mixed_precision)
-
-        def trained() -> list[torch.Tensor]:
-            with accelerator.autocast():
-                own_BT, *_ = forward(called, batch.at(numbers, None))
-            # A masked completion is all padding.
-            return [own_T[is_T] for own_T, is_T in zip(own_BT, is_token_BT, strict=True)]
-
-        def plain() -> list[torch.Tensor]:
-            with accelerator.autocast():
-                rows = [self._plain(called, inner, *row) for row in self._rows]
-            counts = is_token_BT.sum(1).tolist()
-            return [row_T[len(row_T) - n :] for row_T, n in zip(rows, counts, strict=True)]
-
-        with torch.no_grad(), without_dropout(inner):
-            reference = references(
-                plain,
-                dtype,
-                is_coarse=dtype.itemsize < torch.float32.itemsize,
-                is_measured=is_measurable(inner, batch.input_ids[numbers].numel()),
-                can_raise_precision=not shards_models(accelerator),
-            )[0]
-            try:
-                agreement = reference.compare(trained, higher_precision)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - any error is the reason
-                reason = error_text(error)
-            else:
-                if not agreement:
-                    reason = f"its loss is off the model's own forward by {agreement}"
-        if largest_of_all(accelerator, reason is not None):
-            raise ConfigurationError(
-                f"the tool {self._tool or 'of another process'} returned an image, which this "
-                f"release of TRL does not train {type(inner).__name__} on ({reason}); have it "
-                "return text, or train a model whose image token TRL knows, <|image_pad|>."
-            )
-        self._is_proved = True
-
-    def _plain(
-        self, called: torch.nn.Module, inner: Any, ids: list[int], pictures: list[Any]
-    ) -> torch.Tensor:
-        """Return the log-probabilities of a row's tokens but the first, without padding."""
-        row = {"prompt": ids, "images": pictures}
-        encoded = encoded_row(row, self._trainer.processing_class, 0)
-        device = next(inner.parameters()).device
-        arguments: dict[str, torch.Tensor] = {}
-        if pictures:
-            images = encoded.images(multimodal.placeholder_token_ids(inner))
-            names = multimodal.image_argument_names(inner)
-            arguments = images.taken(names, device).arguments(0, len(ids))
-        ids_1T = torch.tensor([ids], device=device)
-        with multimodal.keeping_position_offsets(inner):
-            logits_TV = called(input_ids=ids_1T, use_cache=False, **arguments).logits[0, :-1]
-        return chosen_logprobs(logits_TV.float() / self._trainer.temperature, ids_1T[0, 1:])

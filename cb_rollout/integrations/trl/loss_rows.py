@@ -29,8 +29,10 @@ from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joine
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.integrations.trl.images import COUNTS, image_arguments, of_rows
 from cb_rollout.packing.batch import PackedRow
-from cb_rollout.packing.comparison import Result
 from cb_rollout.types import FinishReason, GenerationOutput
+
+Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Log-probabilities and entropies, (B, T), and the load-balancing loss of a mixture of experts."""
 
 # The column of a scored batch that holds its `LossRow`s. TRL 1.16 shuffles and splits a batch, and
 # a strategy sends groups to other processes: each record goes where its row is trained.

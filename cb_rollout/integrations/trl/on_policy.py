@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from cb_rollout.compat.patching import replacing
 from cb_rollout.config.enums import Numerics, SamplingMaskMode
 from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBackend, Overrides
+from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +83,9 @@ def require_generation_alone(trainer: Any, config: Any, seam: GenerationSeam) ->
 
 def install_generation(trainer: Any, backend: GenerationBackend, seam: GenerationSeam) -> None:
     """Make a trainer generate with the backend, until the backend is closed."""
-    overrides = backend.overrides
-    overrides.set(vllm_generation=backend, **seam.attributes, **{seam.synced_step: -1})
+    backend.override(vllm_generation=backend, **seam.attributes, **{seam.synced_step: -1})
     if not hasattr(trainer, "_metrics"):
-        overrides.set(
+        backend.override(
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
             log=_with_metrics(trainer),
         )
@@ -93,19 +93,16 @@ def install_generation(trainer: Any, backend: GenerationBackend, seam: Generatio
         method = getattr(trainer, name)
         if not seam.attributes:
             method = _generating(trainer, backend)(method)
-        overrides.set(**{name: backend.rollout()(method)})
+        backend.override(**{name: backend.rollout()(method)})
 
 
 @contextmanager
 def _generating(trainer: Any, backend: GenerationBackend) -> Iterator[None]:
     """Generate by the backend where the trainer calls `generate` of its model."""
     backend.sync_once_a_step()
-    overrides = Overrides(trainer.accelerator.unwrap_model(trainer.model_wrapped))
-    overrides.set(generate=partial(_padded_generation, backend))
-    try:
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    with replacing([(model, "generate", partial(_padded_generation, backend))]):
         yield
-    finally:
-        overrides.restore()
 
 
 def _padded_generation(

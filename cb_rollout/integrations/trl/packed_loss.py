@@ -27,6 +27,8 @@ from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.routers import Routers
+from cb_rollout.engine.numerics.agreement import is_measurable, references
+from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl.images import (
@@ -35,7 +37,7 @@ from cb_rollout.integrations.trl.images import (
     image_arguments,
     rows_with_images,
 )
-from cb_rollout.integrations.trl.loss_rows import Forward, LossBatch
+from cb_rollout.integrations.trl.loss_rows import Forward, LossBatch, Result
 from cb_rollout.packing.batch import (
     PackedBatch,
     PackedRow,
@@ -44,7 +46,6 @@ from cb_rollout.packing.batch import (
     representative,
     with_rope_sides,
 )
-from cb_rollout.packing.comparison import Result, loss_difference
 from cb_rollout.packing.forward import Scores, score_batches
 from cb_rollout.packing.logprobs import warn_of_padding
 from cb_rollout.rollout.distributed import largest_of_all
@@ -205,7 +206,6 @@ class PackedLoss:
             _warn_of_padding(PACKING_OBSTACLE)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[tuple[Any, ...]] = set()
-        self._has_compared_gradients = False
         self._max_tokens: int | None = None
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
@@ -331,38 +331,35 @@ class PackedLoss:
             rows=[run.rows[number]._replace(rope_side=side) for number in numbers],
             batch=replace(run.batch.at(numbers, run.batch.batch_size), counts=None),
         )
-        # Sharded gradients exist in the backward pass alone.
-        has_gradient = (
-            torch.is_grad_enabled() and not self._is_sharded and not self._has_compared_gradients
-        )
+        lengths = [len(row.completion_ids) for row in compared.rows]
+        dtype = compute_dtype(model, self._trainer.accelerator.mixed_precision)
+        measures = torch.is_grad_enabled() and not self._is_sharded and self._max_tokens is None
         saved = SavedBytes(model)
 
-        def packed_forward() -> Result:
+        def logprobs(result: Result) -> list[torch.Tensor]:
+            return [row_T[:n].detach() for row_T, n in zip(result[0], lengths, strict=True)]
+
+        def packed() -> list[torch.Tensor]:
             # Called in the model's own precision last, whose bytes count.
             saved.total = 0
-            with saved:
+            with torch.set_grad_enabled(measures), saved:
                 scores = compared.scores(range(len(numbers)), None)
-            return compared.unpacked(scores)
+            return logprobs(compared.unpacked(scores))
 
-        with (
-            without_dropout(model),
-            hf_compat.keeping_one_layer(model),
-            torch.set_grad_enabled(has_gradient),
-        ):
-            difference = loss_difference(
-                model,
-                lambda: own(compared.model, compared.batch),
-                packed_forward,
-                [len(row.completion_ids) for row in compared.rows],
-                sum(row.num_tokens for row in compared.rows),
-                compute_dtype(model, self._trainer.accelerator.mixed_precision),
+        with without_dropout(model), hf_compat.keeping_one_layer(model), torch.no_grad():
+            expected = references(
+                lambda: logprobs(own(compared.model, compared.batch)),
+                dtype,
+                is_coarse=dtype.itemsize < torch.float32.itemsize,
+                is_measured=is_measurable(model, sum(row.num_tokens for row in compared.rows)),
                 can_raise_precision=not self._is_sharded,
             )
-        if difference is None and has_gradient:
-            self._has_compared_gradients = True
-            if self._max_tokens is None:
-                self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
-        return difference
+            for reference in expected:
+                if not (agreement := reference.compare(packed, higher_precision)):
+                    return f"log-probabilities are off the trainer's forward by {agreement}"
+        if measures:
+            self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
+        return None
 
     def _budget(self, saved_bytes: int, num_tokens: int) -> int:
         """Return the tokens whose activations fit beside gradients and optimizer states."""

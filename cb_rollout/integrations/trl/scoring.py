@@ -24,17 +24,16 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.integrations.trl.backend import Collected, GenerationBackend, training_bytes
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
-from cb_rollout.integrations.trl.images import ToolImages
 from cb_rollout.integrations.trl.loss_rows import (
     ROWS_KEY,
     LossBatch,
     LossRow,
     OwnForward,
+    Result,
     loss_rows,
     require_sampled_here,
 )
 from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
-from cb_rollout.packing.comparison import Result
 from cb_rollout.packing.logprobs import can_pack
 from cb_rollout.rollout.generator import RolloutGenerator
 
@@ -137,7 +136,6 @@ class TrainerScoring:
             self._packed = PackedLoss(trainer, config, training, routers, can_pack=is_packable)
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
-        self._tool_images = ToolImages(trainer)
         self._generate = trainer._generate
         self._generate_and_score = trainer._generate_and_score_completions
         self._calculate_rewards = trainer._calculate_rewards
@@ -170,7 +168,6 @@ class TrainerScoring:
             replays=self._replays,
         )
         self._truncation.correct_metrics(context.rows)
-        self._tool_images.begin(generated)
         if self._replays:
             require_sampled_here(context.rows, "sampling_mask='replay'", "sampling_mask='ignore'")
         if self._counts is not None:
@@ -210,7 +207,6 @@ class TrainerScoring:
             if is_mask_due:
                 self._truncation.mask(batch, context.rows)
             scored = LossBatch.scored(batch, context.rows)
-            self._tool_images.check(self._own.plain, trainer.model, scored)
             with torch.no_grad():
                 # Verifies by an extra forward, where the trainer needed none.
                 self._guard.check(scored)
@@ -255,7 +251,6 @@ class TrainerScoring:
         inputs, rows = self._loss_inputs, self._rows
         batch = LossBatch(input_ids, attention_mask, logits_to_keep, batch_size, settings, rows)
         if inputs is None:
-            self._tool_images.check(self._own.plain, model, batch)
             if self._asks_old_logprobs and model is self._trainer.model:
                 self._asks_old_logprobs = False
                 return self._old_logprobs(batch), None, None

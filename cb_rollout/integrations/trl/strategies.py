@@ -17,7 +17,6 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import (
     Collected,
     GenerationBackend,
-    Overrides,
     attached_backend,
     trains_split_model,
 )
@@ -42,9 +40,6 @@ from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
-
-# The trainer's attribute that holds the overrides of a strategy without `attach`.
-STRATEGY = "_cb_rollout_strategy"
 
 # A row of the data set.
 Example = dict[str, Any]
@@ -84,7 +79,7 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
     A further call replaces the strategy. `Plain()` removes it, and so does `detach`.
 
     Args:
-        trainer: not training. Attached, unless the strategy submits no more than it keeps.
+        trainer: attached, and not training.
         strategy: `OverSampling`, `DynamicSampling`, `PartialRollouts`, one that combines them, or
             `Plain`.
 
@@ -92,34 +87,26 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
         ConfigurationError: TRL's batch cannot hold the strategy's groups, or a setting of the
             trainer excludes it.
     """
-    if not isinstance(strategy, Plain):
-        _require_place(trainer, strategy)
     backend = attached_backend(trainer)
-    if backend is not None:
-        backend.cancel_carried()
-        is_plain = isinstance(strategy, Plain)
-        backend.strategy = None if is_plain else TrainerStrategy(trainer, strategy, backend)
-        return
-    if STRATEGY in vars(trainer):
-        vars(trainer)[STRATEGY].restore()
-    if not isinstance(strategy, Plain):
-        overrides, score = Overrides(trainer), trainer._generate_and_score_completions
-        stepwise = partial(TrainerStrategy(trainer, strategy).generate_and_score, score=score)
-        overrides.set(**{"_generate_and_score_completions": stepwise, STRATEGY: overrides})
+    if backend is None:
+        raise ConfigurationError("use_strategy takes an attached trainer; call attach first.")
+    is_plain = isinstance(strategy, Plain)
+    if not is_plain:
+        _require_place(trainer, strategy, backend)
+    backend.cancel_carried()
+    backend.strategy = None if is_plain else TrainerStrategy(trainer, strategy, backend)
 
 
 class TrainerStrategy:
     """Makes a trainer's batches of the groups that a strategy keeps."""
 
-    def __init__(
-        self, trainer: Any, strategy: Strategy, backend: GenerationBackend | None = None
-    ) -> None:
+    def __init__(self, trainer: Any, strategy: Strategy, backend: GenerationBackend) -> None:
         self._trainer, self._strategy, self._backend = trainer, strategy, backend
         self._other_rows = _shuffled_rows(trainer)
         self._offered: deque[Example] = deque()
         self.groups: GroupCollector | None = None
         """Samples ahead of the trainer; None: the strategy submits no more than the batch."""
-        if backend is not None and _samples_ahead(strategy):
+        if _samples_ahead(strategy):
             # The trainer's scores, which come later, decide the groups to drop.
             submissions = Strategy()
             vars(submissions).update(strategy.decisions() | {"max_dropped_groups": 0})
@@ -170,7 +157,6 @@ class TrainerStrategy:
         groups, backend = self.groups, self._backend
         if groups is None:
             return score(self._repeated(rows))
-        assert backend is not None
         backend.sync_once_a_step()
         backend.warm_up()
         self._offered.extend(rows)
@@ -273,7 +259,7 @@ def _samples_ahead(strategy: Strategy) -> bool:
     return bool(strategy.num_extra_groups or strategy.num_extra_members or strategy.carries)
 
 
-def _require_place(trainer: Any, strategy: Strategy) -> None:
+def _require_place(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> None:
     name = type(strategy).__name__
     if not any(hasattr(trainer, setting) for setting in OWN_SETTINGS):
         raise ConfigurationError(
@@ -288,7 +274,6 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
             "advantage and no more; leave keeps() to DynamicSampling, or use a GroupCollector in a "
             "loop of your own."
         )
-    backend = attached_backend(trainer)
     faults = _faults(trainer)
     if strategy.max_dropped_groups:
         faults |= {
@@ -300,7 +285,7 @@ def _require_place(trainer: Any, strategy: Strategy) -> None:
     for fault, is_so in faults.items():
         if is_so:
             raise refused("strategy, batch", name=name, fault=fault)
-    if strategy.carries and backend is not None:
+    if strategy.carries:
         config = backend.generator.config
         corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
         if not corrects and config.old_logps != OldLogps.ROLLOUT:
@@ -323,11 +308,9 @@ def _faults(trainer: Any) -> dict[str, bool]:
     }
 
 
-def _faults_ahead(
-    trainer: Any, backend: GenerationBackend | None, *, carries: bool
-) -> dict[str, bool]:
+def _faults_ahead(trainer: Any, backend: GenerationBackend, *, carries: bool) -> dict[str, bool]:
     """Return what excludes groups sampled ahead; RLOO has no tools."""
-    release_cache = None if backend is None else backend.generator.config.release_cache
+    release_cache = backend.generator.config.release_cache
     turns = "whose later turns begin when a batch is fixed"
     rollout_func = getattr(trainer, "rollout_func", None)
     return {
@@ -335,9 +318,8 @@ def _faults_ahead(
         f"environments, {turns}": getattr(trainer, "environment_factories", None) is not None,
         "rollout_func, which samples for itself": rollout_func is not None,
         "tensor_parallel_size above 1, whose processes take their batches together": (
-            backend is not None and backend.generator.manager.group is not None
+            backend.generator.manager.group is not None
         ),
-        "a trainer that is not attached (call attach first)": backend is None,
         "release_cache='with_weights', after which no carried sequence could be cancelled": (
             carries and release_cache == ReleaseCache.WITH_WEIGHTS
         ),
