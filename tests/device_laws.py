@@ -16,7 +16,6 @@ from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.packing import logprobs as logprobs_module
 from cb_rollout.packing.batch import PackingLayout
 from cb_rollout.weights.base import SharedWeights
-from cb_rollout.weights.cast_base import CastBaseWeights
 from cb_rollout.weights.copied import CopiedWeights
 
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
@@ -82,9 +81,7 @@ class Case(NamedTuple):
 CASES = {
     "TRL's default precision": Case("qwen3", None, True, weights=CopiedWeights),
     "LoRA on a float32 base": Case("qwen3", with_adapters, True, weights=CopiedWeights),
-    "unmerged LoRA on a float32 base": Case(
-        "qwen3", with_adapters, True, weights=CastBaseWeights, num_blocks=64
-    ),
+    "unmerged LoRA on a float32 base": Case("qwen3", with_adapters, True, num_blocks=64),
     "replaced forwards": Case("qwen3", with_replaced_forwards, False),
     "a float32 head": Case("qwen3", with_float32_head, False),
     "experts in float32": Case("qwen3_moe", None, False, (9, 0)),

@@ -1,9 +1,10 @@
 """Select the module that generates, and keep its weights equal to the trainer's.
 
-`base` and `copied` are the two ways, and `cast_base` is between them; `source` reads weights
-wherever a trainer keeps them. `RolloutGenerator` calls `create_weight_sync`.
+`base` and `copied` are the two ways; `source` reads weights wherever a trainer keeps them.
+`RolloutGenerator` calls `create_weight_sync`.
 """
 
+import inspect
 import logging
 from typing import Any
 
@@ -22,17 +23,16 @@ from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.engine.model.precision import Precision, rollout_precision
 from cb_rollout.errors import ConfigurationError, WeightSyncError, error_text
-from cb_rollout.weights import cast_base
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import SharedWeights, WeightSynchronizer, require_equal
 from cb_rollout.weights.copied import CopiedWeights
-from cb_rollout.weights.replica import casts_weights
+from cb_rollout.weights.replica import casts_weights, held_dtype
 
 __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Free memory, as a multiple of what a merged copy adds: the KV cache and the loss need it too.
+# Free memory, as a multiple of what a merged copy holds uncast: the KV cache and the loss need it.
 FREE_PER_COPY = 4
 
 
@@ -99,9 +99,7 @@ def _with_adapters(
         _LOGGER.info("weights: %s", selection)
     if weights is None:
         hf_compat.keep_differentiable(module)
-        is_cast = cast_base.saves_casts(module, precision)
-        shared = SharedWeights(module, precision.autocast_dtype)
-        weights = cast_base.CastBaseWeights(module, precision) if is_cast else shared
+        weights = SharedWeights(module, precision.autocast_dtype)
     weights.selection = selection
     return weights
 
@@ -110,26 +108,41 @@ def _merged_copy_fits(
     module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> tuple[bool, str]:
     """Return whether there is room for a merged copy, and why, as a phrase."""
-    takes_tensors = cast_base.can_be_mirrored(module) and not torch_compat.has_hooks(module)
-    if hf_compat.is_quantized(module) or not takes_tensors:
+    is_changed = _replaces_forwards(module) or torch_compat.has_hooks(module)
+    if hf_compat.is_quantized(module) or is_changed:
         return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
     if config.num_blocks is not None:
         return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"
-    frozen = list(dict(cast_base.frozen_weights(module, precision)))
-    cast = sum(w.numel() * (precision.autocast_dtype or w.dtype).itemsize for w in frozen)
-    whole = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    # A tied embedding is held beside its cast head.
-    tied = {id(m.weight) for m in module.modules() if isinstance(m, torch.nn.Embedding)}
-    copied = whole + cast - sum(w.nbytes for w in frozen if id(w) not in tied)
+    # A tied weight is held once for each dtype of its modules.
+    held = {
+        (id(p), p.numel() * held_dtype(precision, owner, p.dtype).itemsize, p.nbytes)
+        for owner in module.modules()
+        for p in owner.parameters(recurse=False)
+    }
+    added = sum(size for _, size, _ in held) + sum(buffer.nbytes for buffer in module.buffers())
+    # What a copy holds cast, every step of the unmerged model casts: that is worth its memory.
+    cast = sum(size for _, size, own_size in held if size != own_size)
     device = next(module.parameters()).device
     training = TrainingMemory(module, module, device, optimizer, config.training_reserve_gib)
     free = devices.memory_after_release(device).free_bytes - training.bytes_now().reserve
-    # Unmerged, the cast weights are held instead.
-    added = copied - cast
     rooms = f"a copy adds {added / GIB:.3f} GiB where {max(0, free) / GIB:.3f} are free"
-    if FREE_PER_COPY * added <= free:
+    if FREE_PER_COPY * (added - cast) + cast <= free:
         return True, f"adapters merged ({rooms}); weight_sync='shared' runs them unmerged"
     return False, f"adapters unmerged ({rooms}); weight_sync='copy' merges them"
+
+
+def _replaces_forwards(model: PreTrainedModel) -> bool:
+    """Return whether a module of the model runs another forward than its class's.
+
+    Left out are TRL's and accelerate's wrappers of the whole model's.
+    """
+    replaced = ((module, vars(module).get("forward")) for module in model.modules())
+    own = inspect.unwrap(type(model).forward)
+    return any(
+        forward is not None
+        and not (module is model and inspect.unwrap(getattr(forward, "__func__", forward)) is own)
+        for module, forward in replaced
+    )
 
 
 def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:

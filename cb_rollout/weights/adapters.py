@@ -3,7 +3,6 @@
 Never merges in place. Refuses adapters that cannot be merged exactly out of place.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,24 +70,6 @@ def low_ranks_of(module: Any) -> tuple[LowRank, ...]:
         for name in module.active_adapters
         if name in module.lora_A or name in module.lora_embedding_A
     )
-
-
-def merged_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """List the base layers that PEFT has merged an adapter into, for now."""
-    return (layer.base_layer for layer in _adapted(model) if layer.merged)
-
-
-def layers_read_by_adapters(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """List the base layers whose weights an adapter may read beside running them, as DoRA does."""
-    return (
-        layer.base_layer
-        for layer in _adapted(model)
-        if type(layer) not in MERGEABLE or getattr(layer, "lora_variant", None)
-    )
-
-
-def _adapted(model: torch.nn.Module) -> Iterator[Any]:
-    return filter(_is_adapted, model.modules())
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:

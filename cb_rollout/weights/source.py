@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -171,10 +170,7 @@ class Fsdp2Source(PlainSource):
     def read(
         self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
     ) -> Iterator[list[torch.Tensor]]:
-        """Yield all-gathered copies; where there is a split, this process's part, exchanged.
-
-        A part is never cut out of a whole tensor: processes send each other what each one needs.
-        """
+        """Yield all-gathered copies; where there is a split, this process's part of each."""
         wanted = [None] * len(tensors) if splits is None else splits
         yield [_gathered(tensor, split) for tensor, split in zip(tensors, wanted, strict=True)]
 
@@ -191,61 +187,7 @@ def _gathered(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
     if split is None:
         return tensor.full_tensor()
     part = unsharded_part(tensor)
-    return _exchanged(tensor, split) if part is None else part
-
-
-def _exchanged(tensor: DTensor, split: Split) -> torch.Tensor:
-    """Return this process's part of a tensor of which each process holds a shard; collective.
-
-    Every process sends each other one the overlap of its shard with the other's part.
-    """
-    sharded = [n for n, placement in enumerate(tensor.placements) if placement.is_shard()]
-    if len(sharded) != 1:
-        return split.part(tensor.full_tensor() if sharded else tensor.to_local())
-    (mesh_dim,) = sharded
-    shard_dim = tensor.placements[mesh_dim].dim % tensor.ndim  # pyright: ignore[reportAttributeAccessIssue]
-    group = tensor.device_mesh.get_group(mesh_dim)
-    ranks = distributed.get_process_group_ranks(group)
-    shard = tensor.to_local()
-    # FSDP2 cuts as `torch.chunk` does.
-    indices = torch.arange(tensor.shape[shard_dim])
-    chunks = list(indices.chunk(len(ranks)))
-    chunks += [indices[:0]] * (len(ranks) - len(chunks))
-    own_chunk, is_same = chunks[distributed.get_rank(group)], shard_dim == split.dim
-    sent = []
-    for rank in ranks:
-        wanted = split.indices[rank % len(split.indices)]
-        chosen = _positions(own_chunk, wanted) if is_same else wanted
-        sent.append(shard.index_select(split.dim, chosen.to(shard.device)))
-    # Where the rows of each process go in this one's part.
-    rows = [_positions(split.own, chunk) if is_same else chunk for chunk in chunks]
-    shape = list(tensor.shape)
-    shape[split.dim] = len(split.own)
-    shapes = [[*shape[:shard_dim], len(row), *shape[shard_dim + 1 :]] for row in rows]
-    part = torch.empty(shape, dtype=shard.dtype, device=shard.device)
-    for row, piece in zip(rows, _all_to_all(sent, shapes, group), strict=True):
-        part.index_copy_(shard_dim, row.to(part.device), piece)
-    return part
-
-
-def _positions(holder: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Return where in `holder` the indices lie that are in `wanted` too."""
-    return torch.isin(holder, wanted).nonzero()[:, 0]
-
-
-def _all_to_all(
-    sent: Sequence[torch.Tensor],
-    shapes: Sequence[Sequence[int]],
-    group: distributed.ProcessGroup,
-) -> list[torch.Tensor]:
-    """Send each process of a group its tensor, and return what each sent, of these shapes."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.cat([tensor.flatten() for tensor in sent])
-    received = flat.new_empty(sum(sizes))
-    distributed.all_to_all_single(
-        received, flat, sizes, [tensor.numel() for tensor in sent], group=group
-    )
-    return [part.view(*shape) for part, shape in zip(received.split(sizes), shapes, strict=True)]
+    return split.part(tensor.full_tensor()) if part is None else part
 
 
 # The first source that matches a model reads it.

@@ -151,22 +151,6 @@ def test_auto_runs_the_trainers_adapters_unmerged_under_autocast_too():
     assert all(found[name] is own[name] for name in adapters)
 
 
-def test_cast_layers_follow_hooks_at_once_and_switched_adapters_from_the_next_sync_on():
-    model, seen = lora().eval(), []
-    train(model)
-    trained = hf_compat.unwrap(model)
-    weights = create_weight_sync(trained, RolloutConfig(rollout_dtype="bfloat16"))
-    with torch.autocast("cpu", torch.bfloat16):
-        adapted = logits(trained)
-        with model.disable_adapter():
-            trained.lm_head.register_forward_hook(lambda *_: seen.append(1))
-            assert torch.equal(logits(weights.module), adapted)
-            assert seen == [1]
-            weights.sync()
-            assert torch.equal(logits(weights.module), logits(trained))
-            assert not torch.equal(logits(weights.module), adapted)
-
-
 @pytest.mark.parametrize("weight_sync", ["shared", "copy"])
 def test_rollouts_follow_the_adapters(weight_sync):
     model = lora().eval()

@@ -7,9 +7,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from tiny import FAMILIES, tiny_model
-from trl.trainer.utils import add_fused_lm_head
 
 from cb_rollout import (
     ConfigurationError,
@@ -23,7 +21,6 @@ from cb_rollout.compat.tensor_parallel import Split
 from cb_rollout.weights import create_weight_sync, require_equal
 from cb_rollout.weights.adapters import LowRank
 from cb_rollout.weights.base import SharedWeights
-from cb_rollout.weights.cast_base import CastBaseWeights
 from cb_rollout.weights.copied import CopiedWeights
 from cb_rollout.weights.replica import tensors_by_name
 from cb_rollout.weights.tensor import Weight
@@ -429,84 +426,8 @@ def under_autocast(model):
         return logits(model)
 
 
-def adapted_and_frozen():
-    """As PEFT leaves a model that trains: only adapters have gradients."""
-    return with_adapter(tiny_model(tie_word_embeddings=False)).eval()
-
-
-def test_under_autocast_frozen_layers_are_cast_once_and_adapters_are_the_trainers():
-    model = adapted_and_frozen()
-    bits = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
-    own, found = dict(model.named_parameters()), dict(weights.module.named_parameters())
-    assert own.keys() == found.keys()
-    shared = {name for name in own if own[name] is found[name]}
-    assert {n for n in own if "lora" in n or "norm" in n or "embed" in n} == shared
-    assert {found[name].dtype for name in own.keys() - shared} == {torch.bfloat16}
-    assert torch.equal(under_autocast(weights.module), under_autocast(model))
-    assert weights.sync() == 0
-    assert weights.differing() == []
-    assert all(torch.equal(tensor, bits[name]) for name, tensor in model.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    "change_model",
-    [
-        lambda model: change(model),
-        lambda model: [layer.set_adapter([]) for layer in adapter_layers(model)],
-        lambda model: [merge_or_unmerge(layer) for layer in adapter_layers(model)],
-        lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Identity()),
-        lambda model: model.model.norm.register_forward_hook(lambda *args: 2 * args[-1]),
-        lambda model: model.lm_head.requires_grad_(True),
-    ],
-    ids=["every weight", "no adapter", "merged and unmerged", "a module", "a hook", "thawed"],
-)
-def test_a_model_whose_frozen_layers_were_cast_is_followed_at_every_sync(change_model):
-    model = adapted_and_frozen()
-    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
-    twin = weights.module
-    for _ in range(2):
-        change_model(model)
-        weights.sync()
-        assert weights.module is twin
-        assert torch.equal(under_autocast(twin), under_autocast(model))
-        assert weights.differing() == []
-
-
-def test_released_casts_are_made_again_and_nothing_of_the_trainer_is_released():
-    model = adapted_and_frozen()
-    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
-    shared, casts = bytes_of(model.parameters()), weights.own_weights()
-    size = sum(cast.nbytes for cast in casts)
-    assert bytes_of(casts) == size > 0
-    for _ in range(2):
-        weights.release()
-        assert bytes_of(casts) == 0
-        assert bytes_of(model.parameters()) == shared
-        assert weights.sync() == bytes_of(casts) == size
-        assert weights.differing() == []
-        assert torch.equal(under_autocast(weights.module), under_autocast(model))
-    assert weights.sync() == 0
-
-
-def test_a_frozen_weight_that_is_written_past_torch_is_named():
-    model = adapted_and_frozen()
-    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
-    model.lm_head.weight.data.mul_(2)
-    assert weights.sync() == 0
-    with pytest.raises(WeightSyncError, match=r"lm_head\.weight"):
-        require_equal(weights)
-
-
-TIED = {
-    "a copy": lambda: tiny_model(tie_word_embeddings=True).eval(),
-    "adapters": lambda: with_adapter(tiny_model(tie_word_embeddings=True)).eval(),
-}
-
-
-@pytest.mark.parametrize("made", TIED.values(), ids=TIED)
-def test_a_tied_head_is_held_once_more_in_the_compute_dtype_and_follows_each_sync(made):
-    model = made()
+def test_a_tied_head_is_held_once_more_in_the_compute_dtype_and_follows_each_sync():
+    model = tiny_model(tie_word_embeddings=True).eval()
     weights = create_weight_sync(model, RolloutConfig(), Autocasting())
     head, embedding = weights.module.lm_head.weight, weights.module.model.embed_tokens.weight
     assert (head.dtype, embedding.dtype) == (torch.bfloat16, torch.float32)
@@ -523,7 +444,7 @@ def test_a_tied_head_is_held_once_more_in_the_compute_dtype_and_follows_each_syn
 
 
 def test_a_tied_head_that_a_sync_leaves_old_is_named(monkeypatch):
-    model = TIED["a copy"]()
+    model = tiny_model(tie_word_embeddings=True).eval()
     weights = create_weight_sync(model, RolloutConfig(), Autocasting())
     change(model)
     is_stale = CopiedWeights._is_stale
@@ -541,50 +462,20 @@ def test_a_tied_head_that_a_sync_leaves_old_is_named(monkeypatch):
 
 
 def test_a_held_head_is_counted_once_among_the_weights_that_memory_is_planned_beside():
-    for made, is_whole in ((TIED["a copy"], True), (TIED["adapters"], False)):
-        model = made()
-        own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        with RolloutGenerator(model, RolloutConfig(), accelerator=Autocasting()) as generator:
-            module = generator.manager.model
-            weights = generator.manager.engine.training.bytes_now().weights
-        linear = [x.weight for x in module.modules() if type(x) is torch.nn.Linear]
-        cast = sum(weight.nbytes for weight in linear if weight.dtype == torch.bfloat16)
-        kept = sum(t.nbytes for t in (*module.parameters(), *module.buffers())) - cast
-        assert module.lm_head.weight.nbytes == model.lm_head.weight.nbytes // 2
-        assert weights == own + cast + (kept if is_whole else 0)
+    model = tiny_model(tie_word_embeddings=True).eval()
+    own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    with RolloutGenerator(model, RolloutConfig(), accelerator=Autocasting()) as generator:
+        module = generator.manager.model
+        weights = generator.manager.engine.training.bytes_now().weights
+    assert module.lm_head.weight.nbytes == model.lm_head.weight.nbytes // 2
+    assert weights == own + sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 
 
-def test_the_wrapper_that_trl_puts_around_a_models_forward_does_not_lead_back_to_the_model():
-    model = adapted_and_frozen()
-    add_fused_lm_head(model)
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_under_autocast_a_copy_is_cast_and_adapters_are_the_trainers(is_adapted):
+    model = tiny_model(tie_word_embeddings=False).eval()
+    if is_adapted:
+        model = with_adapter(model)
     weights = create_weight_sync(model, RolloutConfig(), Autocasting())
-    assert isinstance(weights, CastBaseWeights)
-    model.forward = None
-    assert under_autocast(weights.module).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "case", ["a function of its own", "DoRA", "no adapters", "bfloat16 already"]
-)
-def test_what_casting_once_could_change_is_not_cast_once(case):
-    settings = LoraConfig(target_modules="all-linear", use_dora=case == "DoRA")
-    model = tiny_model(tie_word_embeddings=False)
-    if case != "no adapters":
-        model = inject_adapter_in_model(settings, model)
-        model.lm_head.requires_grad_(True)
-    if case == "bfloat16 already":
-        model = model.to(torch.bfloat16)
-    if case == "a function of its own":
-        mlp = model.model.layers[0].mlp
-        mlp.forward = lambda states: type(mlp).forward(mlp, states)
-    weights = create_weight_sync(model, RolloutConfig(), Autocasting())
-    kind = CopiedWeights if case == "no adapters" else SharedWeights
-    assert type(weights) is kind
-
-
-def merge_or_unmerge(layer):
-    return layer.unmerge() if layer.merged else layer.merge()
-
-
-def adapter_layers(model):
-    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    assert type(weights) is (SharedWeights if is_adapted else CopiedWeights)
+    assert torch.equal(under_autocast(weights.module), under_autocast(model))
