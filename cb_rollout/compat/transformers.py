@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
@@ -368,23 +367,6 @@ def repeated_in_checkpoints(
             yield
     finally:
         is_inside = False
-
-
-@contextmanager
-def keeping_one_layer(model: torch.nn.Module) -> Iterator[None]:
-    """Have gradient checkpointing keep the activations of its largest layer.
-
-    They are there in every backward pass, while the layer is computed again (transformers 5.23).
-    """
-    modules: Iterator[Any] = model.modules()
-    layers = [
-        module
-        for module in modules
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
-    ]
-    layers.sort(key=lambda layer: sum(p.numel() for p in layer.parameters()))
-    with replacing((layer, "gradient_checkpointing", False) for layer in layers[-1:]):
-        yield
 
 
 def attention_implementation(module: torch.nn.Module) -> str:

@@ -263,7 +263,7 @@ class RolloutConfig:
     loss_tokens_per_forward: int | str = setting(
         "auto",
         "Tokens of one forward of loss_forward='packed'; a larger batch is cut, and the backward "
-        "pass computes each part again; auto: what the free memory holds.",
+        "pass computes each part again; auto: all of the trainer's micro-batch.",
         integer(1, also=("auto",)),
         cost="Lower: less memory; a batch that is cut costs one more forward.",
     )

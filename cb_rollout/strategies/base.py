@@ -4,7 +4,7 @@ A strategy holds settings and no state; `GroupCollector` acts on them. Loads no 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.types import GenerationOutput
@@ -48,17 +48,11 @@ class Group:
         ]
 
 
-# Every strategy class with a name, for `create_strategy`.
-STRATEGIES: dict[str, type["Strategy"]] = {}
-
-
 class Strategy:
     """Base of all strategies: submits what is wanted and drops nothing.
 
     A subclass turns the attributes that it decides into dataclass fields.
     """
-
-    name: ClassVar[str]
 
     num_extra_groups: int = 0
     """Groups in flight beyond those still wanted."""
@@ -75,14 +69,9 @@ class Strategy:
     min_group_size: int | None = None
     """Fewest scored completions that still make a group; None: all of them."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "name" in vars(cls):
-            STRATEGIES[cls.name] = cls
-
     def decisions(self) -> dict[str, Any]:
         """Return the values of all settings above, by name."""
-        return {name: getattr(self, name) for name in Strategy.__annotations__ if name != "name"}
+        return {name: getattr(self, name) for name in Strategy.__annotations__}
 
     def keeps(self, group: Group) -> bool:
         """Decide whether a complete, scored group is worth training on."""
@@ -103,8 +92,6 @@ def require_whole_numbers(strategy: Strategy, **least: int) -> None:
 class Plain(Strategy):
     """The default: each prompt's whole group, in order, whatever its rewards."""
 
-    name = "plain"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling(Strategy):
@@ -113,8 +100,6 @@ class DynamicSampling(Strategy):
     After `max_dropped_groups` in one step, every further group is kept, so the step ends.
     From DAPO, arXiv 2503.14476.
     """
-
-    name = "dynamic_sampling"
 
     max_dropped_groups: int = 64
     num_extra_groups: int = 0
@@ -133,8 +118,6 @@ class OverSampling(Strategy):
     The kept groups are biased towards short completions; the bias grows with the number of extras.
     `PartialRollouts` has no such bias.
     """
-
-    name = "over_sampling"
 
     num_extra_groups: int = 4
     num_extra_members: int = 0
@@ -157,7 +140,6 @@ class PartialRollouts(Strategy):
     versions ago is cancelled instead, and its prompt starts over. From Kimi k1.5, arXiv 2501.12599.
     """
 
-    name = "partial_rollouts"
     carries = True
 
     num_extra_groups: int = 8
@@ -176,8 +158,6 @@ class Retrying(Strategy):
     completions is then kept with those, and any other is replaced, up to `max_dropped_groups` in
     one step; past that the last failure is raised.
     """
-
-    name = "retrying"
 
     max_retries: int = 2
     min_group_size: int | None = 2

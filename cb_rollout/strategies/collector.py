@@ -182,7 +182,7 @@ class GroupCollector:
             self._in_flight.cancel([pending])
             raise IncompleteRolloutError(
                 f"{output.request_id} of group {group.number} could not be produced: "
-                f"{output.error or output.status.value} (The strategy 'retrying' tries again, or "
+                f"{output.error or output.status.value} (The strategy Retrying tries again, or "
                 "does without.)",
                 outputs,
             )
@@ -208,7 +208,7 @@ class GroupCollector:
         raise RolloutError(
             f"{len(rewards)} of {self._num_generations} completions of group {group.number} could "
             f"be generated and scored, and the strategy needs {least}{raised}. The strategy "
-            "'retrying' tries again (max_retries), takes smaller groups (min_group_size) and other "
+            "Retrying tries again (max_retries), takes smaller groups (min_group_size) and other "
             "prompts (max_dropped_groups)."
         ) from cause
 
@@ -311,6 +311,5 @@ def _require_kinds(prompts: Any, reward: Any, strategy: Any) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"strategy={strategy!r} is no strategy; make one, as DynamicSampling() or "
-            "create_strategy('dynamic_sampling')."
+            f"strategy={strategy!r} is no strategy; make one, as DynamicSampling()."
         )

@@ -23,8 +23,6 @@ from cb_rollout.strategies import (
     PartialRollouts,
     Plain,
     Retrying,
-    Strategy,
-    create_strategy,
 )
 from cb_rollout.strategies.groups_in_flight import CompletionStats
 from cb_rollout.types import GenerationOutput, RequestStatus
@@ -113,8 +111,6 @@ def equal_or_not(prompt, outputs):
 @dataclass(frozen=True, kw_only=True)
 class Everything(DynamicSampling, PartialRollouts, Retrying, OverSampling):
     """All at once, as a user may combine them."""
-
-    name = "everything"
 
     def __post_init__(self):
         pass
@@ -427,7 +423,7 @@ def test_a_row_without_a_prompt_is_refused_with_what_it_has():
         ({"prompts": 3}, "prompts is a int"),
         ({"reward": 1.0}, "reward=1.0 cannot be called"),
         ({"strategy": "plain"}, "strategy='plain' is no strategy"),
-        ({"strategy": DynamicSampling}, "create_strategy"),
+        ({"strategy": DynamicSampling}, "is no strategy; make one"),
     ],
 )
 def test_what_a_collector_cannot_use_is_named(wrong, said):
@@ -466,9 +462,6 @@ def test_staleness_is_told_per_token():
         (lambda: PartialRollouts(max_staleness=0), "max_staleness=0"),
         (lambda: PartialRollouts(max_staleness=True), "max_staleness=True"),
         (lambda: Retrying(min_group_size=0), "min_group_size=0"),
-        (lambda: create_strategy("unheard_of"), "'unheard_of' is not one of plain, dynamic"),
-        (lambda: create_strategy("plain", factor=2), "no setting 'factor'; known: none"),
-        (lambda: create_strategy("retrying", max_retry=2), "did you mean 'max_retries'"),
         (lambda: collector_of(Retrying(min_group_size=5)), "num_generations=4 is below 5"),
         (lambda: collector_of().collect(0), r"collect\(0\)"),
     ],
@@ -478,14 +471,9 @@ def test_a_setting_that_makes_no_sense_is_refused(make, said):
         make()
 
 
-def test_a_strategy_is_found_by_its_name():
-    assert create_strategy("over_sampling", num_extra_groups=2) == OverSampling(num_extra_groups=2)
-    assert isinstance(create_strategy("plain"), Strategy)
-
-
 def test_a_strategy_takes_one_class_and_no_other_line():
-    run(block("Add a strategy"))
-    collector = collector_of(create_strategy("every_nth", period=3), Dice(order="first"))
+    every_nth = run(block("Add a strategy"))["EveryNth"]
+    collector = collector_of(every_nth(period=3), Dice(order="first"))
     assert [group.prompt for group in collector.collect(4)] == [0, 3, 6, 9]
     assert collector.stats.groups_dropped == 6
 

@@ -138,7 +138,7 @@ def difference(pair, seed):
     limit = rng.choice(["auto", 1, 12, 40])
     config = RolloutConfig(loss_forward="packed", loss_tokens_per_forward=limit)
     scoring = pair.ours._get_per_token_logps_and_entropies.__self__
-    scoring._packed = packed_loss.PackedLoss(pair.ours, config, TrainingBytes(), can_pack=True)
+    scoring._packed = packed_loss.PackedLoss(pair.ours, config, can_pack=True)
     batches = [random_batch(rng) for _ in range(rng.randint(1, 2))]
     own, other = (scored(t, batches[0], random.Random(seed)) for t in (pair.ours, pair.theirs))
     if any((a - b).abs().max() > 10 * TOLERANCE for a, b in zip(own, other, strict=True)):

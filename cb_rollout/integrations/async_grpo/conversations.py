@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from trl.experimental.async_grpo import async_grpo_trainer as async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import (
     RolloutGroup,
     TurnRecord,

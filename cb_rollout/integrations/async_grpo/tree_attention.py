@@ -5,7 +5,6 @@ attends to the path from the root to itself. TRL also asks CUDA for the device's
 share of its peak; without a GPU that is switched off here.
 """
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.async_grpo.conversations import async_grpo_trainer
 
 # The name under which trl 1.16 registers its own; the trainer's model is made with it.
 TREE_ATTENTION = "tree_fa3"
-
-TRAINER_MODULE = "trl.experimental.async_grpo.async_grpo_trainer"
 
 
 def adapt_trainers() -> None:
@@ -26,12 +24,11 @@ def adapt_trainers() -> None:
 
     They register this attention for their kernel, and report no share of a device's peak.
     """
-    module: Any = sys.modules.get(TRAINER_MODULE)
-    if module is not None:
-        module.get_peak_flops_per_device = lambda accelerator, dtype: None
-        module.register_tree_attention = partial(
-            AttentionInterface.register, TREE_ATTENTION, plain_tree_attention
-        )
+    module: Any = async_grpo_trainer
+    module.get_peak_flops_per_device = lambda accelerator, dtype: None
+    module.register_tree_attention = partial(
+        AttentionInterface.register, TREE_ATTENTION, plain_tree_attention
+    )
 
 
 def plain_tree_attention(

@@ -12,12 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
+from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 from cb_rollout.integrations.async_grpo.prompts import PositionCallback, PromptSource
 from cb_rollout.integrations.async_grpo.samples import (
     RolloutSample,
@@ -37,9 +38,6 @@ from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
 from cb_rollout.types import GenerationOutput
-
-if TYPE_CHECKING:
-    from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 
 # Interval at which a wait looks whether the run is over.
 POLL_SECONDS = 0.2
@@ -280,9 +278,6 @@ class AsyncRollouts:
             self._error = error
 
     def _roll_out_conversations(self) -> None:
-        # It imports trl's experimental trainer, which a run without tools does without.
-        from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
-
         most, limit = self._max_outstanding, self._args.max_inflight_tasks
         self._conversations = ConversationLoop(
             *(self.generator, self._params, self._source, self.rollout_buffer, self._args),

@@ -44,16 +44,13 @@ from cb_rollout.integrations.trl.on_policy import (
     require_generation_alone,
     seam_of,
 )
+from cb_rollout.integrations.trl.ordered_head import HEAD
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.scoring import TrainerScoring, require_known_ends
-from cb_rollout.packing.ordered_head import replacing_head
 from cb_rollout.rollout.distributed import create_failure_watch
 from cb_rollout.rollout.generator import RolloutGenerator
 
 TESTED_VERSIONS = "trl>=1.16,<2"
-
-# TRL 1.16's autograd function of the head.
-FUSED_HEAD = "_ChunkedLogProbFunction"
 
 # Of every trainer; then of GRPO and RLOO.
 USED_ATTRIBUTES = ("generation_config", "state", "accelerator", "model_wrapped")
@@ -113,7 +110,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     scoring = TrainerScoring(trainer, backend)
     if config.numerics == Numerics.BITWISE:
         backend.installed.enter_context(bitwise(trainer.model))
-        backend.installed.enter_context(replacing_head(upstream.utils, FUSED_HEAD))
+        backend.installed.enter_context(HEAD.installed())
     backend.override(
         vllm_generation=backend,
         vllm_mode=GENERATION_MODE,

@@ -18,10 +18,7 @@ from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
-from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.memory.plan import TrainingBytes
-from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.integrations.trl.loss_rows import LossRow
@@ -110,13 +107,6 @@ def attached_backend(trainer: Any) -> "GenerationBackend | None":
 def trains_split_model(trainer: Any) -> bool:
     """Return whether the trainer's model is split over processes by tensor parallelism."""
     return tensor_parallel_group(unwrap(trainer.model)) is not None
-
-
-def training_bytes(trainer: Any, config: RolloutConfig) -> TrainingBytes:
-    """Return the memory that the trainer's model, gradients and optimizer hold and will take."""
-    reserve = config.training_reserve_gib
-    model, device = trainer.model, trainer.accelerator.device
-    return TrainingMemory(model, model, device, _optimizer(trainer), reserve).bytes_now()
 
 
 class Collected(NamedTuple):

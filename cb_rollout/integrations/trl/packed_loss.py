@@ -18,13 +18,11 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.rope import RowRope
-from cb_rollout.compat.torch import SavedBytes, compute_dtype, without_dropout
+from cb_rollout.compat.torch import compute_dtype, without_dropout
 from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import to_device
-from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.numerics.agreement import is_measurable, references
@@ -49,9 +47,6 @@ from cb_rollout.packing.batch import (
 from cb_rollout.packing.forward import Scores, score_batches
 from cb_rollout.packing.logprobs import warn_of_padding
 from cb_rollout.rollout.distributed import largest_of_all
-
-# Activations may take this share of the memory that is free when the first loss is computed.
-ACTIVATION_SHARE = 0.5
 
 # Reasons not to pack a batch, the graver one last.
 NO_ROWS, OTHER_INPUTS = 1, 2
@@ -186,18 +181,16 @@ class PackedLoss:
         self,
         trainer: Any,
         config: RolloutConfig,
-        training: TrainingBytes,
         routers: Routers | None = None,
         *,
         can_pack: bool,
     ) -> None:
-        """Plan forwards beside `training`, the bytes that training takes from its first step on.
+        """Pack what the trainer scores.
 
         `can_pack`: no layer carries a state from a row to the next. Routers replay the experts of
         the rollout; None: they choose for themselves.
         """
         self._trainer, self._routers, self._can_pack = trainer, routers, can_pack
-        self._bytes_to_come = training.gradients_to_come + training.optimizer_states_to_come
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
         first = PackingLayout.SHARED_PROMPTS if can_pack else PackingLayout.PADDED
@@ -333,20 +326,14 @@ class PackedLoss:
         )
         lengths = [len(row.completion_ids) for row in compared.rows]
         dtype = compute_dtype(model, self._trainer.accelerator.mixed_precision)
-        measures = torch.is_grad_enabled() and not self._is_sharded and self._max_tokens is None
-        saved = SavedBytes(model)
 
         def logprobs(result: Result) -> list[torch.Tensor]:
             return [row_T[:n].detach() for row_T, n in zip(result[0], lengths, strict=True)]
 
         def packed() -> list[torch.Tensor]:
-            # Called in the model's own precision last, whose bytes count.
-            saved.total = 0
-            with torch.set_grad_enabled(measures), saved:
-                scores = compared.scores(range(len(numbers)), None)
-            return logprobs(compared.unpacked(scores))
+            return logprobs(compared.unpacked(compared.scores(range(len(numbers)), None)))
 
-        with without_dropout(model), hf_compat.keeping_one_layer(model), torch.no_grad():
+        with without_dropout(model), torch.no_grad():
             expected = references(
                 lambda: logprobs(own(compared.model, compared.batch)),
                 dtype,
@@ -357,16 +344,7 @@ class PackedLoss:
             for reference in expected:
                 if not (agreement := reference.compare(packed, higher_precision)):
                     return f"log-probabilities are off the trainer's forward by {agreement}"
-        if measures:
-            self._max_tokens = self._budget(saved.total, compared.tokens.loss_tokens_computed)
         return None
-
-    def _budget(self, saved_bytes: int, num_tokens: int) -> int:
-        """Return the tokens whose activations fit beside gradients and optimizer states."""
-        per_token = max(1, saved_bytes // max(1, num_tokens))
-        free = devices.memory(self._trainer.accelerator.device).free_bytes
-        left = max(0, free - self._bytes_to_come)
-        return max(1, int(ACTIVATION_SHARE * left) // per_token)
 
 
 def _rows_of_batch(

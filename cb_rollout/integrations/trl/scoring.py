@@ -22,7 +22,7 @@ from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Disagreement
-from cb_rollout.integrations.trl.backend import Collected, GenerationBackend, training_bytes
+from cb_rollout.integrations.trl.backend import Collected, GenerationBackend
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
 from cb_rollout.integrations.trl.loss_rows import (
     ROWS_KEY,
@@ -132,8 +132,7 @@ class TrainerScoring:
                 is_packable = generator.manager.engine.layout.can_pack
             else:
                 is_packable = can_pack(unwrap(trainer.model))
-            training = training_bytes(trainer, config)
-            self._packed = PackedLoss(trainer, config, training, routers, can_pack=is_packable)
+            self._packed = PackedLoss(trainer, config, routers, can_pack=is_packable)
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
         self._generate = trainer._generate

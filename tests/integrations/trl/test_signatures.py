@@ -13,8 +13,9 @@ from trl.experimental.sdft import SDFTTrainer
 from trl.experimental.sdpo import SDPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-from cb_rollout.integrations.trl.attachment import FUSED_HEAD, SCORED_METHODS
+from cb_rollout.integrations.trl.attachment import SCORED_METHODS
 from cb_rollout.integrations.trl.on_policy import SEAMS
+from cb_rollout.integrations.trl.ordered_head import FUSED_HEAD
 
 SCORED = {
     "_generate": "prompts",

@@ -6,48 +6,27 @@ the sampler calls, and the gradients from TRL's own. Called by the thread that t
 N: tokens, H: hidden size, V: vocabulary.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 
+from cb_rollout.compat.patching import CountedPatch
 from cb_rollout.engine.sampling.draw import chosen_logprobs
+from cb_rollout.integrations.trl import upstream
+
+# TRL 1.16's autograd function of the head.
+FUSED_HEAD = "_ChunkedLogProbFunction"
 
 # Tokens whose logits exist at a time.
 CHUNK_TOKENS = 1024
 
-_LOCK = threading.Lock()
-_INSIDE: list["OrderedHead"] = []
-
-
-@contextmanager
-def replacing_head(module: Any, name: str) -> Iterator[None]:
-    """Replace TRL's fused head, an autograd function, in a module; may be nested."""
-    with _LOCK:
-        if not _INSIDE:
-            setattr(module, name, OrderedHead(getattr(module, name)))
-        own = getattr(module, name)
-        _INSIDE.append(own)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _INSIDE.remove(own)
-            if not _INSIDE:
-                setattr(module, name, own.fused)
-
 
 class OrderedHead:
-    """Stands for TRL's autograd function `fused`."""
+    """Stands for TRL's autograd function."""
 
-    def __init__(self, fused: Any) -> None:
-        self.fused = fused
-
+    @staticmethod
     def apply(
-        self,
         hidden_NH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
@@ -59,7 +38,7 @@ class OrderedHead:
         outputs: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:
         """Return what TRL's function does; its first output is the log-probabilities, (N,)."""
-        theirs_N, *others = self.fused.apply(
+        theirs_N, *others = HEAD.own.apply(
             *(hidden_NH, weight_VH, bias_V, targets_N, temperature),
             *(chunk_size, softcap, logit_scale, outputs),
         )
@@ -87,3 +66,6 @@ class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         return *grad_outputs, None
+
+
+HEAD = CountedPatch(upstream.utils, FUSED_HEAD, OrderedHead)
