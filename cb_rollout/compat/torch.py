@@ -1,26 +1,22 @@
-"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers.
-
-The wrapper that accelerate 1.15 puts around a module's forward is one of them.
-"""
+"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers."""
 
 import ctypes
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from accelerate.utils.operations import ConvertOutputsToFp32
 from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
 
+from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.patching import replacing
 
 try:
@@ -254,40 +250,6 @@ def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object
             captured += [tuple(module.active_adapters), tuple(module.merged_adapters)]
             captured += [module.disable_adapters, dict(getattr(module, "scaling", {}))]
     return captured
-
-
-def below_accelerate(module: Module) -> Module:
-    """Return the module without the autocast and float32 outputs of accelerate 1.15's `prepare`.
-
-    A wrapped module is not changed, since a trainer may run it: its shallow copy is returned.
-    """
-    if (forward := _wrapped_forward(module)) is None:
-        return module
-    module = copy(module)
-    module.forward = forward
-    return module
-
-
-def _wrapped_forward(module: Any) -> Any:
-    """Return the forward that accelerate 1.15 has wrapped; None: it has wrapped none.
-
-    None for a module with hooks, which would be called with its shallow copy.
-    """
-    if module._forward_hooks or module._forward_pre_hooks:
-        return None
-    wrapper = getattr(vars(module).get("forward"), "__wrapped__", None)
-    is_wrapped = isinstance(wrapper, ConvertOutputsToFp32)
-    return getattr(module, "_original_forward", None) if is_wrapped else None
-
-
-def forward_of(module: Any) -> object:
-    """Return the function that `below_accelerate` runs, replaced or its class's; not held."""
-    forward = _wrapped_forward(module) or vars(module).get("forward", type(module).forward)
-    function = getattr(forward, "__func__", forward)
-    try:
-        return weakref.ref(function)
-    except TypeError:
-        return function
 
 
 def forward_numbers(module: torch.nn.Module) -> dict[str, float]:

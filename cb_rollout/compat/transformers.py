@@ -16,9 +16,9 @@ from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
 from cb_rollout.compat.patching import CountedPatch, replacing
-from cb_rollout.compat.torch import forward_of
 from cb_rollout.errors import ConfigurationError
 
 # The argument of a forward that takes the cache in transformers 5.23; Mamba's is `cache_params`,

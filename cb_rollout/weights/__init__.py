@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cb_rollout.compat import accelerate as accelerate_compat
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
@@ -62,10 +62,10 @@ def create_weight_sync(
     elif tensor_parallel_size > 1 and not is_split:
         weight_sync = WeightSync.COPY
     if weight_sync == WeightSync.AUTO:
-        will_be_sharded = accelerator is not None and zero3_compat.shards_models(accelerator)
+        will_be_sharded = accelerator is not None and accelerate_compat.shards_models(accelerator)
         if will_be_sharded or fsdp_compat.is_sharded(model):
             weight_sync = WeightSync.COPY
-        elif accelerator is not None and zero3_compat.zero_stage(accelerator) is not None:
+        elif accelerator is not None and accelerate_compat.zero_stage(accelerator) is not None:
             # DeepSpeed casts the module itself, so a copy would save nothing.
             weight_sync = WeightSync.SHARED
         elif has_adapters(module):

@@ -20,8 +20,8 @@ from tiny_trainer import logged, share_of_sevens, tiny_trainer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from cb_rollout import RolloutConfig, attach
+from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.fsdp import local_part
-from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.engine.sampling import sampler
 from cb_rollout.integrations.trl import packed_loss, scoring
 from cb_rollout.integrations.trl.loss_rows import LossRow

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.compat.fsdp import local_part
@@ -31,21 +30,6 @@ NEW_TOKENS = 12
 PARAMS = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, seed=5)
 WEIGHT_CHANGE = 0.9
-
-
-class LargestTensor(TorchDispatchMode):
-    """Notes the most elements of a floating-point tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            local = result.to_local() if isinstance(result, DTensor) else result
-            self.num_elements = max(self.num_elements, local.numel())
-        return result
 
 
 def sharded(model: Any, **settings: Any) -> Any:
@@ -107,12 +91,9 @@ def check(
             for model, parameters in trainable:
                 change(model, parameters)
             alone.sync_weights()
-            with LargestTensor() as largest:
-                generator.sync_weights()
+            generator.sync_weights()
         (output,) = generator.generate_batch([[5, 6, 7]], sampling_params=PARAMS).values()
         found["drawn"] = output.generated_tokens
-        found["largest"] = largest.num_elements
-        found["whole"] = max(parameter.numel() for parameter in whole.parameters())
         found["refusal"] = "" if is_split else refusal(generator)
         head = generator.manager.model.get_output_embeddings().weight
         found["asleep"] = sorted(found["asleep"])

@@ -123,12 +123,10 @@ def require_copied(ranks, way):
         assert max(found["differences"] + found["drifts"]) <= 1e-5
         # Between the rollouts no process held a weight of the copy.
         assert found["asleep"] == [0]
-        # transformers leaves gpt_oss's experts whole.
-        assert found["largest"] < found["whole"] or way == "gpt_oss"
 
 
 @pytest.mark.parametrize("way", [*WAYS_OF_COPIES, *TYPES_OF_COPIES])
-def test_a_split_copy_samples_what_the_sharded_model_does_with_no_tensor_whole(copies, way):
+def test_a_split_copy_samples_what_the_sharded_model_does(copies, way):
     require_copied(copies, way)
 
 

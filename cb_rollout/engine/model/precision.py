@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from cb_rollout.compat import accelerate as accelerate_compat
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import RolloutDtype, WeightSync
 from cb_rollout.config.rollout import (
@@ -36,7 +36,7 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
     """Return a rollout's precision; `ConfigurationError`: a copy of the weights is needed."""
     word = "no" if accelerator is None else accelerator.mixed_precision
     trainers_autocast = MIXED_PRECISION.get(word)
-    is_deepspeed = accelerator is not None and zero3_compat.zero_stage(accelerator) is not None
+    is_deepspeed = accelerator is not None and accelerate_compat.zero_stage(accelerator) is not None
     if config.rollout_dtype == RolloutDtype.AUTO:
         if is_deepspeed:
             # DeepSpeed casts the module itself, and runs it without autocast.

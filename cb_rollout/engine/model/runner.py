@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from cb_rollout.compat import accelerate as accelerate_compat
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
@@ -391,7 +392,7 @@ class ModelRunner:
         autocast, called = nullcontext(), model or self.model
         if self._autocast_dtype is not None:
             if model is None:
-                called = torch_compat.below_accelerate(self.model)
+                called = accelerate_compat.below_accelerate(self.model)
             # A cached cast would stay in a captured step when the weights change.
             autocast = torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerState
 
+from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
-from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.torch import compute_dtype
-from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import (
     LogprobsMode,

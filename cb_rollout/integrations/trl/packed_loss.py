@@ -16,10 +16,10 @@ import torch
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import compute_dtype, without_dropout
-from cb_rollout.compat.zero3 import shards_models
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory.device import to_device
