@@ -27,7 +27,7 @@ import torch
 from torch import fx
 from torch._inductor import cpp_builder, list_mode_options, list_options, standalone_compile
 from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 
 from cb_rollout.compat.cache import cache_folder, require_own
@@ -184,6 +184,11 @@ def trace_graph(
     shapes = module.shape_env
     assert shapes is not None
     return module, bool(shapes.guards or shapes.replacements or shapes.deferred_runtime_asserts)
+
+
+def is_tracing() -> bool:
+    """Return whether this thread is in `trace_graph` (torch 2.11 to 2.13)."""
+    return get_proxy_mode() is not None
 
 
 _MERGED = (

@@ -165,6 +165,29 @@ def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
     return varlen_attn(*segments, **arguments)
 
 
+class SavedBytes:
+    """Count the bytes that forwards inside keep for their backward pass, weights left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._seen = {parameter.data_ptr() for parameter in model.parameters()}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
+        self.total = 0
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor
+
+    def __enter__(self) -> "SavedBytes":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+
 # Hooks that need no call of their own once a forward is captured, by where they are defined.
 # transformers 5.23 hooks embeddings for gradient checkpointing under adapters, which does nothing
 # without gradients; TRL 1.16 casts the embeddings of a model whose head is float32; `bitwise` gives

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.compat.accelerate import forward_of
@@ -367,6 +368,18 @@ def repeated_in_checkpoints(
             yield
     finally:
         is_inside = False
+
+
+def checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers that gradient checkpointing computes again (transformers 5.23)."""
+    layers = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
+    return [layer for layer in layers if layer.gradient_checkpointing]
+
+
+def keeping_activations(model: torch.nn.Module) -> AbstractContextManager[None]:
+    """Have forwards inside keep the activations that gradient checkpointing computes again."""
+    layers = checkpointed_layers(model)
+    return replacing((layer, "gradient_checkpointing", False) for layer in layers)
 
 
 def attention_implementation(module: torch.nn.Module) -> str:

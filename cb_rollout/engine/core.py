@@ -225,13 +225,14 @@ class Engine:
         config, layout, graphs, device = self.config, self.layout, self._graphs, self.device
         training, memory = self.training.bytes_now(), devices.memory_after_release(device)
         graph_bytes, captured = (graphs.planned_bytes, graphs.num_bytes) if graphs else (0, 0)
+        free = max(0, memory.free_bytes - (graph_bytes - captured))
         model, dtype = self.model, self._runner.compute_dtype
         num_heads = hf_compat.num_query_heads(model)
         # With a backend, decode steps gather nothing.
         gathers_always = self._runner.attention_backend is None
         return MemoryModel(
             total_bytes=memory.total_bytes,
-            free_bytes=max(0, memory.free_bytes - (graph_bytes - captured)),
+            free_bytes=free,
             training=training,
             max_memory_percent=config.max_memory_percent,
             block_size=config.block_size,
@@ -246,6 +247,7 @@ class Engine:
             max_sequence_tokens=None if gathers_always else hf_compat.max_positions(model),
             graph_bytes=graph_bytes,
             encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
+            packed_weight_bytes=self._runner.packed_linear.plan(free - training.reserve),
             set_blocks=config.num_blocks,
         )
 
@@ -334,6 +336,7 @@ class Engine:
         self.policy_version = policy_version
         self._weights_seen = None
         self._runner.encoder_cache.clear()
+        self._runner.packed_linear.forget()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
     def _notice_changed_weights(self) -> None:
@@ -381,6 +384,7 @@ class Engine:
     def release_cache(self) -> None:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""
         self._runner.encoder_cache.clear()
+        self._runner.packed_linear.forget()
         self._scheduler.reset(self.limits)
         self._storage.release(self.limits, self.memory_plan, self.layout)
         self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)

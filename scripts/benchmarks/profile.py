@@ -19,7 +19,7 @@ import torch
 
 import cb_rollout
 from benchmarks.sizes import Setup
-from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.core import Engine
@@ -65,7 +65,8 @@ FINE = (
     WrappedFunction(ATTENTION, CpuPagedAttention, "attend"),
     WrappedFunction(ATTENTION, PagedLayer, "update"),
     WrappedFunction(LINEAR, torch.nn.functional, "linear"),
-    WrappedFunction(LINEAR, few_row_linear, "multiply"),
+    WrappedFunction(LINEAR, packed_linear, "multiply"),
+    WrappedFunction(LINEAR, packed_linear, "multiply_packed"),
     WrappedFunction(DELIVERY, EngineLoop, "_deliver"),
 )
 

@@ -128,7 +128,7 @@ def test_token_ids_go_in_and_out(generator, complete):
     ).values()
     assert choice.token_ids == expected.generated_tokens
     assert choice.prompt_token_ids == prompt
-    assert choice.logprobs.token_logprobs == expected.logprobs
+    assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert len(choice.logprobs.top_logprobs[0]) == 3
     assert choice.logprobs.text_offset[0] == 0
 

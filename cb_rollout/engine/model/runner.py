@@ -5,7 +5,7 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: toke
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from typing import Any
 
@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cb_rollout.compat import accelerate as accelerate_compat
-from cb_rollout.compat import multimodal
+from cb_rollout.compat import inductor, multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import AttentionBackend
-from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs, UnsupportedAttentionError
 from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
@@ -88,6 +88,9 @@ class ModelRunner:
         self.rope = RowRope(model)
         self.image_inputs = ImageInputs(model)
         self.encoder_cache = EncoderCache()
+        is_packable = self.device.type == "cpu" and not is_bitwise
+        self.packed_linear = PackedLinear(model, is_enabled=is_packable)
+        """Linear layers of the forwards on a CPU."""
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
         """Permission to begin a forward between images, by checked `PromptImages.kind`."""
         self.shares_prefill: set[tuple[bool, bool]] = set()
@@ -234,7 +237,8 @@ class ModelRunner:
     def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run one new token of each row, from the trace if there is one; return as `decode`."""
         assert self.attention_backend is not None
-        logits_BV = self.attention_backend.traced_forward.run(inputs)
+        with self.packed_linear.active():
+            logits_BV = self.attention_backend.traced_forward.run(inputs)
         return self.decode(inputs) if logits_BV is None else logits_BV
 
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
@@ -373,7 +377,7 @@ class ModelRunner:
         layer = cache.layers[0] if states else None
         known[self._cache_argument] = states.inserted(layer) if states else cache
         recording = self.recorder.recording(self.model) if self.recorder else nullcontext()
-        with few_row_linear.replacing_linear(self.compute_dtype, self.device), recording:
+        with self._replacing_linear(), recording:
             output = self._run(input_ids_BQ, known)
         if states is not None:
             returned = getattr(output, self._cache_argument)
@@ -382,6 +386,13 @@ class ModelRunner:
             return output.logits[:, -1]
         is_all = output.logits.shape[1] == input_ids_BQ.shape[1]
         return output.logits[0].index_select(0, last_B) if is_all else output.logits[0]
+
+    def _replacing_linear(self) -> AbstractContextManager[Any]:
+        # A backend rewrites the products of a trace. In a higher dtype the same parameters hold
+        # other numbers for a moment.
+        if inductor.is_tracing() or self._higher_dtype is not None:
+            return nullcontext()
+        return self.packed_linear.replacing_linear(self.compute_dtype)
 
     def _run(
         self,

@@ -7,8 +7,10 @@ on its thread; with several processes all of them call it together.
 B: rows of a batch, T: tokens of a completion, K: completion tokens.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,10 +21,12 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.compat.rope import RowRope
-from cb_rollout.compat.torch import compute_dtype, without_dropout
+from cb_rollout.compat.torch import SavedBytes, compute_dtype, without_dropout
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import to_device
+from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.numerics.agreement import is_measurable, references
@@ -99,8 +103,14 @@ class PackedScores:
         identity = hf_compat.forward_identity(hf_compat.unwrap(self.model))
         return identity, self.layout, torch.is_grad_enabled(), self.has_images
 
-    def scores(self, trained: Sequence[int], max_tokens: int | None) -> list[Scores]:
-        """Run the rows at `trained` with gradients, and the others without."""
+    def scores(
+        self, trained: Sequence[int], max_tokens: int | None, max_kept_tokens: int = 0
+    ) -> list[Scores]:
+        """Run the rows at `trained` with gradients, and the others without.
+
+        Gradient checkpointing computes no layer again for a single batch of up to
+        `max_kept_tokens`.
+        """
         device = next(self.model.parameters()).device
         others = sorted(set(range(len(self.rows))) - set(trained))
         names = multimodal.image_argument_names(hf_compat.unwrap(self.model))
@@ -115,13 +125,16 @@ class PackedScores:
             sum(batch.num_shared_prompts for batch in self._batches),
             len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
         )
-        with self.trainer.accelerator.autocast():
+        is_kept = sum(batch.num_tokens for batch in with_gradient) <= max_kept_tokens
+        inner = hf_compat.unwrap(self.model)
+        keeping = hf_compat.keeping_activations(inner) if is_kept else nullcontext()
+        with self.trainer.accelerator.autocast(), keeping:
             return score_batches(
                 self.model,
                 self._batches,
                 self._head,
                 num_trained=len(with_gradient),
-                recompute=len(with_gradient) > 1,
+                recompute=len(with_gradient) > 1 and not is_kept,
                 routers=self.routers,
                 counts=self.batch.counts,
             )
@@ -199,6 +212,8 @@ class PackedLoss:
             _warn_of_padding(PACKING_OBSTACLE)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[tuple[Any, ...]] = set()
+        self._bytes_per_token: int | None = None
+        self._training: TrainingMemory | None = None
         self._max_tokens: int | None = None
         if not isinstance(config.loss_tokens_per_forward, str):
             self._max_tokens = config.loss_tokens_per_forward
@@ -246,7 +261,8 @@ class PackedLoss:
         if batch.advantages is not None and not is_whole:
             trained = _rows_with_gradient(run.rows, batch.advantages.tolist())
         try:
-            scores = run.scores(trained, None if is_whole else self._limit(batch))
+            limit = None if is_whole else self._limit(batch)
+            scores = run.scores(trained, limit, self._max_kept_tokens(run))
         except ConfigurationError as error:
             # Rows are longer than those compared, and than a window that attention is not told of.
             if self._is_sharded:
@@ -261,6 +277,27 @@ class PackedLoss:
             # As many as in the trainer's own forward.
             return batch.batch_size * batch.input_ids.shape[1]
         return self._max_tokens
+
+    def _max_kept_tokens(self, run: PackedScores) -> int:
+        """Return the tokens whose activations take a quarter of the free memory; 0: none is kept.
+
+        Processes that gather weights for each layer must compute the same layers again.
+        """
+        model = hf_compat.unwrap(run.model)
+        if self._is_sharded or self._max_tokens is not None or not torch.is_grad_enabled():
+            return 0
+        if not hf_compat.checkpointed_layers(model):
+            return 0
+        if self._bytes_per_token is None:
+            some, saved = self._comparable(run), SavedBytes(model)
+            with saved, without_dropout(model):
+                some.scores(range(len(some.rows)), None, sys.maxsize)
+            self._bytes_per_token = max(1, saved.total // some.tokens.loss_tokens_computed)
+        device = self._trainer.accelerator.device
+        if self._training is None:
+            self._training = TrainingMemory(model, model, device, self._trainer.optimizer, "auto")
+        free = devices.memory(device).free_bytes - self._training.bytes_now().reserve
+        return max(0, free) // devices.FREE_PER_COPY // self._bytes_per_token
 
     def compare_again(self) -> None:
         self._compared.clear()
@@ -313,17 +350,21 @@ class PackedLoss:
             )
         self._layouts[has_images] = None
 
-    def _difference(self, run: PackedScores, own: Forward) -> str | None:
-        """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
+    def _comparable(self, run: PackedScores) -> PackedScores:
+        """Return some rows of a batch, without a wrapper that waits for other processes."""
         model, numbers = hf_compat.unwrap(run.model), representative(run.rows)
         # The side at which the trainer's own forward computes every row is that of its width.
         side = RowRope(model).side(run.batch.input_ids.shape[1])
-        compared = replace(
+        return replace(
             run,
             model=hf_compat.collective_forward(run.model),
             rows=[run.rows[number]._replace(rope_side=side) for number in numbers],
             batch=replace(run.batch.at(numbers, run.batch.batch_size), counts=None),
         )
+
+    def _difference(self, run: PackedScores, own: Forward) -> str | None:
+        """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
+        model, compared = hf_compat.unwrap(run.model), self._comparable(run)
         lengths = [len(row.completion_ids) for row in compared.rows]
         dtype = compute_dtype(model, self._trainer.accelerator.mixed_precision)
 
@@ -331,7 +372,7 @@ class PackedLoss:
             return [row_T[:n].detach() for row_T, n in zip(result[0], lengths, strict=True)]
 
         def packed() -> list[torch.Tensor]:
-            return logprobs(compared.unpacked(compared.scores(range(len(numbers)), None)))
+            return logprobs(compared.unpacked(compared.scores(range(len(compared.rows)), None)))
 
         with without_dropout(model), torch.no_grad():
             expected = references(

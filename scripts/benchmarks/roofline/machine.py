@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from benchmarks.sizes import Setup
+from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
-from cb_rollout.engine.attention.cpu.few_row_linear import multiply
+from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.tools.bench.timing import timed
 from cb_rollout.tools.bench.workload import Workload, create_model
@@ -100,12 +102,10 @@ def matmul_parameters(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def matmul_flops(model: PreTrainedModel, num_rows: int) -> float:
-    """Return the operations per second of a layer's largest product with `num_rows` rows."""
+    """Return the operations per second of a layer's largest product, by the fastest kernel."""
     layer: Any = model.model.layers[0]
-    weight = layer.mlp.up_proj.weight.detach()
-    rows = torch.randn(num_rows, weight.shape[1], device=weight.device, dtype=weight.dtype)
-    seconds = best_seconds(lambda: functional.linear(rows, weight), 200)
-    return 2 * num_rows * weight.numel() / seconds
+    seconds = min(_seconds_by_kernel([layer.mlp.up_proj], num_rows, 200).values())
+    return 2 * num_rows * layer.mlp.up_proj.weight.numel() / seconds
 
 
 def needed_flops(model: PreTrainedModel, workload: Workload) -> int:
@@ -163,12 +163,18 @@ def _seconds_by_kernel(
     device = layers[0].weight.device
     kernels: dict[str, Callable[..., torch.Tensor]] = {"torch": functional.linear}
     if select_backend(device).backend is CpuBackend:
-        kernels["kernel"] = multiply
+        weights = PackedLinear(torch.nn.ModuleList(layers), is_enabled=True)
+        kernels |= {"kernel": packed_linear.multiply, "packed": partial(_packed, weights)}
     pairs = [(x.weight.new_ones(num_rows, x.weight.shape[1]), x.weight) for x in layers]
     return {
         name: best_seconds(lambda linear=linear: [linear(*pair) for pair in pairs], num_calls)
         for name, linear in kernels.items()
     }
+
+
+def _packed(weights: PackedLinear, rows_BK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    with weights.active():
+        return packed_linear.linear(rows_BK, weight_NK)
 
 
 def _interpolated(points: list[int], values: list[float], point: int) -> float:

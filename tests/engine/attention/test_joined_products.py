@@ -6,7 +6,7 @@ from tiny import tiny_model
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import simplify
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.traced_forward import (
@@ -94,7 +94,7 @@ PRECISIONS = {
 @pytest.fixture
 def own_products(monkeypatch):
     """Have torch multiply bfloat16, as on a GPU."""
-    monkeypatch.setattr(few_row_linear, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(packed_linear, "multiplies_bfloat16", lambda: True)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)

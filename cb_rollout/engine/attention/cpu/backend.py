@@ -1,7 +1,7 @@
 """Run decode steps of one model on a CPU, by a C++ kernel that reads the pages directly.
 
 The kernel is compiled once for each shape of a layer's states. The graph of a traced forward is
-rewritten: cheap calls, and the product of few rows. Called by the thread that runs a decode step.
+rewritten: cheap calls, and products of packed weights. Called by the thread that runs a step.
 
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import AttentionBackend
-from cb_rollout.engine.attention.cpu import few_row_linear
+from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
     DecodeInputs,
@@ -63,7 +63,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     torch.ops.cb_rollout.attend.default: call_attention,
     torch.ops.cb_rollout.grouped_product.default: inductor.grouped_product,
-    torch.ops.cb_rollout.linear.default: few_row_linear.linear,
+    torch.ops.cb_rollout.linear.default: packed_linear.linear,
 }
 
 METHODS: dict[Any, str] = {
@@ -86,7 +86,7 @@ _ARGUMENTS = (
 
 
 def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute the linear layers of a traced graph by `few_row_linear`, in place."""
+    """Compute the linear layers of a traced graph by `packed_linear`, in place."""
     for target in (aten.mm.default, aten.addmm.default):
         for node in graph.find_nodes(op="call_function", target=target):
             *bias, rows, transposed = node.args
@@ -141,8 +141,8 @@ def _narrow(node: fx.Node) -> None:
 
 TRACING = Tracing(
     num_rows=3,
-    # By the kernel of few rows, and by torch's product.
-    tried_rows=(1, 3, 8, few_row_linear.MAX_ROWS + 1),
+    # By the kernel of few rows, and by oneDNN.
+    tried_rows=(1, packed_linear.FEW_ROWS, 8, 33),
     rewrite=replace_linear_layers,
     simplify=simplify,
 )
@@ -164,7 +164,7 @@ class CpuBackend(AttentionBackend):
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
         super().__init__(layout, device)
         if self.traced_forward.can_be_traced:
-            few_row_linear.prepare(self.cache.paged[0].key_dtype)
+            packed_linear.prepare(self.cache.paged[0].key_dtype)
 
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
         tokens = [token_id for (token_id,) in batch.new_tokens]

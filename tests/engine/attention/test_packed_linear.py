@@ -1,0 +1,183 @@
+"""Linear layers of packed weights, and of few rows, against torch's, over random shapes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from cb_rollout.compat import inductor
+from cb_rollout.engine.attention.cpu import packed_linear
+from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.numerics import kernels
+from cb_rollout.engine.numerics.native.library import TYPES
+
+# Rounding of sums of a few hundred numbers of order one.
+TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}
+
+dtypes = pytest.mark.parametrize("dtype", TYPES)
+shapes = given(
+    num_rows=st.integers(1, 70),
+    size=st.integers(1, 130),
+    seed=st.integers(0, 10_000),
+    is_strided=st.booleans(),
+)
+some = settings(max_examples=20, deadline=None)
+
+
+def numbers(*shape, dtype, is_strided=False):
+    """Return random numbers; strided ones are in another order, with gaps."""
+    if is_strided:
+        backwards = torch.randn(*reversed(shape), 2, dtype=dtype)[..., 0]
+        return backwards.permute(*reversed(range(len(shape))))
+    return torch.randn(*shape, dtype=dtype)
+
+
+def check(got, rows, weight, bias=None):
+    """A linear layer, summed in float32 at least and rounded once."""
+    tolerance = TOLERANCES[got.dtype]
+    doubles = [None if given is None else given.double() for given in (rows, weight, bias)]
+    expected = functional.linear(*doubles)
+    torch.testing.assert_close(got.double(), expected, atol=min(tolerance, 2e-5), rtol=tolerance)
+
+
+@dtypes
+@some
+@shapes
+def test_a_product_is_a_linear_layer(dtype, num_rows, size, seed, is_strided):
+    torch.manual_seed(seed)
+    rows = numbers(num_rows, size, dtype=dtype, is_strided=is_strided)
+    weight = numbers(seed % 23 + 1, size, dtype=dtype)
+    bias = numbers(seed % 23 + 1, dtype=dtype, is_strided=is_strided)
+    check(packed_linear.multiply(rows, weight), rows, weight)
+    check(packed_linear.multiply(rows, weight, bias), rows, weight, bias)
+
+
+@dtypes
+@pytest.mark.parametrize("num_rows", [packed_linear.FEW_ROWS, packed_linear.FEW_ROWS + 1])
+def test_a_product_of_many_numbers_is_one_too(dtype, num_rows):
+    rows, weight = numbers(num_rows, 300, dtype=dtype), numbers(401, 300, dtype=dtype)
+    bias = numbers(1, dtype=dtype).expand(401)
+    check(packed_linear.linear(rows, weight, bias), rows, weight, bias)
+
+
+packable = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def packed(layer):
+    return PackedLinear(torch.nn.Sequential(layer), is_enabled=True)
+
+
+def compute(weights, layer, rows):
+    """A layer's own forward, inside of which products take packed weights."""
+    with weights.replacing_linear(layer.weight.dtype), torch.no_grad():
+        return layer(rows)
+
+
+@packable
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+@some
+@shapes
+def test_a_packed_product_is_a_linear_layer(dtype, has_bfloat16, num_rows, size, seed, is_strided):
+    torch.manual_seed(seed)
+    layer = torch.nn.Linear(size, seed % 23 + 1, bias=seed % 2 == 0, dtype=dtype)
+    rows = numbers(num_rows, size, dtype=dtype, is_strided=is_strided)
+    weights = packed(layer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_linear, "FEW_ROWS", 0)
+        patch.setattr(packed_linear, "multiplies_bfloat16", lambda: has_bfloat16)
+        outputs = compute(weights, layer, rows)
+        assert list(weights._packed) == [id(layer.weight)]
+        held = torch.float32 if dtype == torch.float32 or not has_bfloat16 else torch.bfloat16
+        assert weights.plan(1 << 30) == layer.weight.numel() * held.itemsize
+    check(outputs.detach(), rows, layer.weight, layer.bias)
+
+
+@packable
+def test_weights_that_changed_are_packed_again(dtype):
+    layer, rows = torch.nn.Linear(20, 7, dtype=dtype), torch.randn(8, 20, dtype=dtype)
+    weights = packed(layer)
+    first = compute(weights, layer, rows)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert torch.equal(compute(weights, layer, rows), first)
+    weights.forget()
+    check(compute(weights, layer, rows), rows, layer.weight, layer.bias)
+
+
+def test_other_weights_are_taken_as_they_are(monkeypatch):
+    monkeypatch.setattr(packed_linear, "multiply", None)
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
+    weights, other = packed(layer), torch.randn(5, 20)
+    with weights.active():
+        check(packed_linear.linear(rows, other), rows, other)
+        transposed = torch.randn(20, 5).t()
+        check(packed_linear.linear(rows[:2], transposed), rows[:2], transposed)
+    assert not weights._packed
+
+
+def test_weights_that_do_not_fit_are_not_packed(monkeypatch):
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
+    bytes_needed = devices.FREE_PER_COPY * layer.weight.nbytes
+    for free, is_packed in ((bytes_needed - 1, False), (bytes_needed, True)):
+        found = devices.DeviceMemory(1 << 30, free)
+        monkeypatch.setattr(devices, "memory", lambda _, found=found: found)
+        weights = packed(layer)
+        check(compute(weights, layer, rows), rows, layer.weight, layer.bias)
+        assert bool(weights._packed) == is_packed
+        assert weights.plan(free) == is_packed * layer.weight.nbytes
+    assert not weights.plan(bytes_needed - 1)
+    check(compute(weights, layer, rows), rows, layer.weight, layer.bias)
+    assert not weights._packed
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_few_rows_need_no_compiler(monkeypatch, has_compiler):
+    layer, rows, seen = torch.nn.Linear(20, 7), torch.randn(2, 20), []
+    kernel = packed_linear.multiply
+    monkeypatch.setattr(packed_linear, "multiply", lambda *a: seen.append(a) or kernel(*a))
+    if not has_compiler:
+        monkeypatch.setattr(inductor, "compiler_obstacle", lambda: "none")
+        packed_linear._can_multiply.cache_clear()
+    check(compute(packed(layer), layer, rows), rows, layer.weight, layer.bias)
+    packed_linear._can_multiply.cache_clear()
+    assert bool(seen) == has_compiler
+
+
+def test_layers_under_autocast_round_their_weights_first():
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
+    replaced = packed(layer).replacing_linear(torch.bfloat16)
+    with replaced, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        outputs = layer(rows)
+    check(outputs, *(given.bfloat16() for given in (rows, layer.weight, layer.bias)))
+
+
+def test_layers_of_other_dtypes_are_left_to_torch():
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
+    expected = layer(rows)
+    weights = packed(layer)
+    for dtype in (torch.bfloat16, torch.float64):
+        with weights.replacing_linear(dtype):
+            assert torch.equal(layer(rows), expected)
+    assert not weights._packed
+
+
+@dtypes
+def test_nan_stays_nan(dtype):
+    row = torch.tensor([[1.0, float("nan")]], dtype=dtype)
+    assert packed_linear.multiply(row, row).isnan().all()
+
+
+@dtypes
+def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
+    def fails(*_, **__):
+        raise OSError("no room for a library")
+
+    monkeypatch.setattr(kernels, "library", fails)
+    kernels.ordered_kernel.cache_clear()
+    packed_linear._can_multiply.cache_clear()
+    packed_linear.prepare(dtype)
+    rows, weight = numbers(2, 20, dtype=dtype), numbers(7, 20, dtype=dtype)
+    check(packed_linear.linear(rows, weight), rows, weight)
+    packed_linear._can_multiply.cache_clear()
