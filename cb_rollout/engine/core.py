@@ -247,7 +247,7 @@ class Engine:
             max_sequence_tokens=None if gathers_always else hf_compat.max_positions(model),
             graph_bytes=graph_bytes,
             encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
-            packed_weight_bytes=self._runner.packed_linear.plan(free - training.reserve),
+            packed_weight_bytes=self._runner.packed_linear.plan(free - training.reserve, dtype),
             set_blocks=config.num_blocks,
         )
 

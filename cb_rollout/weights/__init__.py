@@ -32,9 +32,6 @@ __all__ = ["WeightSynchronizer", "create_weight_sync", "require_equal"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Free memory, as a multiple of what a merged copy holds uncast: the KV cache and the loss need it.
-FREE_PER_COPY = 4
-
 
 def create_weight_sync(
     model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None, optimizer: Any = None
@@ -126,7 +123,7 @@ def _merged_copy_fits(
     training = TrainingMemory(module, module, device, optimizer, config.training_reserve_gib)
     free = devices.memory_after_release(device).free_bytes - training.bytes_now().reserve
     rooms = f"a copy adds {added / GIB:.3f} GiB where {max(0, free) / GIB:.3f} are free"
-    if FREE_PER_COPY * (added - cast) + cast <= free:
+    if devices.FREE_PER_COPY * (added - cast) + cast <= free:
         return True, f"adapters merged ({rooms}); weight_sync='shared' runs them unmerged"
     return False, f"adapters unmerged ({rooms}); weight_sync='copy' merges them"
 

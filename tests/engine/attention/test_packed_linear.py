@@ -88,9 +88,9 @@ def test_a_packed_product_is_a_linear_layer(dtype, has_bfloat16, num_rows, size,
         patch.setattr(packed_linear, "FEW_ROWS", 0)
         patch.setattr(packed_linear, "multiplies_bfloat16", lambda: has_bfloat16)
         outputs = compute(weights, layer, rows)
-        assert list(weights._packed) == [id(layer.weight)]
+        assert list(weights._packed) == [(id(layer.weight), dtype)]
         held = torch.float32 if dtype == torch.float32 or not has_bfloat16 else torch.bfloat16
-        assert weights.plan(1 << 30) == layer.weight.numel() * held.itemsize
+        assert weights.plan(1 << 30, dtype) == layer.weight.numel() * held.itemsize
     check(outputs.detach(), rows, layer.weight, layer.bias)
 
 
@@ -126,8 +126,8 @@ def test_weights_that_do_not_fit_are_not_packed(monkeypatch):
         weights = packed(layer)
         check(compute(weights, layer, rows), rows, layer.weight, layer.bias)
         assert bool(weights._packed) == is_packed
-        assert weights.plan(free) == is_packed * layer.weight.nbytes
-    assert not weights.plan(bytes_needed - 1)
+        assert weights.plan(free, rows.dtype) == is_packed * layer.weight.nbytes
+    assert not weights.plan(bytes_needed - 1, rows.dtype)
     check(compute(weights, layer, rows), rows, layer.weight, layer.bias)
     assert not weights._packed
 
@@ -145,11 +145,15 @@ def test_few_rows_need_no_compiler(monkeypatch, has_compiler):
     assert bool(seen) == has_compiler
 
 
-def test_layers_under_autocast_round_their_weights_first():
-    layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
-    replaced = packed(layer).replacing_linear(torch.bfloat16)
-    with replaced, torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_layers_under_autocast_round_their_weights_once_for_each_version(num_rows):
+    layer, rows = torch.nn.Linear(20, 7), torch.randn(num_rows, 20)
+    weights = packed(layer)
+    replacing = weights.replacing_linear(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad(), replacing:
         outputs = layer(rows)
+    assert outputs.dtype == torch.bfloat16
+    assert list(weights._packed) == [(id(layer.weight), torch.bfloat16)]
     check(outputs, *(given.bfloat16() for given in (rows, layer.weight, layer.bias)))
 
 

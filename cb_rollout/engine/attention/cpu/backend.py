@@ -94,8 +94,12 @@ def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[
             is_plain = outputs.dtype in TYPES and not node.kwargs
             is_linear = is_plain and transposed.target is aten.t.default
             if is_linear and all(b.meta["val"].shape == outputs.shape[1:] for b in bias):
+                weight = transposed.args[0]
+                # Autocast rounds the weight, which is packed rounded.
+                if weight.target is aten._to_copy.default:
+                    weight = weight.args[0]
                 node.target = torch.ops.cb_rollout.linear.default
-                node.args = (rows, transposed.args[0], *(bias or [None]))
+                node.args = (rows, weight, *(bias or [None]))
     return weights
 
 

@@ -49,12 +49,16 @@ class PackedLinear:
         self._model, self._is_enabled = model, is_enabled
         self._fits: bool | None = None
         self._weights: dict[int, torch.Tensor] | None = None
-        self._packed: dict[int, torch.Tensor] = {}
+        self._packed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def plan(self, free_bytes: int) -> int:
-        """Decide whether to pack; return the bytes of all packed weights, 0 if none is packed."""
-        weights = _linear_weights(self._model) if self._is_enabled else []
-        packed = sum(w.numel() * dtype.itemsize for w in weights if (dtype := _packed_dtype(w)))
+    def plan(self, free_bytes: int, dtype: torch.dtype) -> int:
+        """Decide whether to pack; return the bytes of all packed weights, 0 if none is packed.
+
+        `dtype` is that of the rows.
+        """
+        held = _product_dtype(dtype) if self._is_enabled else None
+        size = sum(map(torch.numel, _linear_weights(self._model)))
+        packed = 0 if held is None else held.itemsize * size
         self._fits = devices.FREE_PER_COPY * packed <= free_bytes
         if not self._fits:
             self.forget()
@@ -64,19 +68,21 @@ class PackedLinear:
         """Drop all packed weights: they changed, or their memory is needed."""
         self._weights, self._packed = None, {}
 
-    def packed(self, weight_NK: torch.Tensor) -> torch.Tensor | None:
-        """Return a weight, packed; None: it is not a linear layer's own, or there is no memory."""
+    def packed(self, weight_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a weight, rounded to `dtype` and packed; None: its product takes it as it is."""
+        held = _product_dtype(dtype)
+        if held is None or not self._is_enabled:
+            return None
         if self._fits is None:
-            self.plan(devices.memory(CPU).free_bytes)
+            self.plan(devices.memory(CPU).free_bytes, dtype)
         if self._weights is None:
-            weights = _linear_weights(self._model) if self._fits and self._is_enabled else []
+            weights = _linear_weights(self._model) if self._fits else []
             self._weights = {id(weight): weight for weight in weights}
-        key = id(weight_NK)
-        if key in self._weights and key not in self._packed:
-            dtype = _packed_dtype(weight_NK) or weight_NK.dtype
-            self._packed[key] = torch.ops.mkldnn._reorder_linear_weight(
-                weight_NK.detach().to(dtype), PACKED_FOR_ROWS
-            )
+        key = id(weight_NK), dtype
+        if id(weight_NK) in self._weights and key not in self._packed:
+            rounded_NK = weight_NK.detach().to(dtype).to(held)
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            self._packed[key] = reorder(rounded_NK, PACKED_FOR_ROWS)
         return self._packed.get(key)
 
     @contextmanager
@@ -100,23 +106,22 @@ def linear(
 ) -> torch.Tensor:
     """Compute a linear layer, `[B, N]`, in the way that is fastest for its number of rows.
 
-    All tensors are on a CPU, in one dtype. Results of bfloat16 are summed in float32 and rounded
-    once.
+    All tensors are on a CPU. A weight in another dtype than the rows is rounded to it. Results of
+    bfloat16 are summed in float32 and rounded once.
     """
-    is_few = rows_BK.shape[0] <= FEW_ROWS and _can_multiply(rows_BK.dtype)
+    dtype = rows_BK.dtype
+    is_few = rows_BK.shape[0] <= FEW_ROWS and _can_multiply(dtype)
     # Bitwise forwards take one kernel for any number of rows.
-    if (is_few or operators.are_installed()) and weight_NK.is_contiguous():
+    is_kernels = (is_few or operators.are_installed()) and weight_NK.dtype == dtype
+    if is_kernels and weight_NK.is_contiguous():
         return multiply(rows_BK, weight_NK, bias_N)
     weights: PackedLinear | None = getattr(_ACTIVE, "weights", None)
-    packed = None if weights is None else weights.packed(weight_NK)
-    dtype = rows_BK.dtype
-    computed = _product_dtype(dtype) or dtype
-    rows_BK, bias_N = rows_BK.to(computed), None if bias_N is None else bias_N.to(computed)
-    if packed is None or packed.dtype != computed:
-        outputs_BN = functional.linear(rows_BK, weight_NK.to(computed), bias_N)
-    else:
-        outputs_BN = multiply_packed(rows_BK, packed, bias_N)
-    return outputs_BN.to(dtype)
+    packed = None if weights is None else weights.packed(weight_NK, dtype)
+    held = _product_dtype(dtype) or dtype
+    rows_BK, bias_N = rows_BK.to(held), None if bias_N is None else bias_N.to(held)
+    if packed is None:
+        return functional.linear(rows_BK, weight_NK.to(dtype).to(held), bias_N).to(dtype)
+    return multiply_packed(rows_BK, packed, bias_N).to(dtype)
 
 
 def multiply_packed(
@@ -142,15 +147,13 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype == torch.float32 else None
 
 
-def _packed_dtype(weight_NK: torch.Tensor) -> torch.dtype | None:
-    """Return the dtype that a weight is packed in; None: it is not packed."""
-    return _product_dtype(weight_NK.dtype) if weight_NK.device.type == "cpu" else None
-
-
 def _linear_weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the weights of a model's linear layers, each once."""
+    """Return the weights of a model's linear layers on a CPU, each once."""
     layers = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
-    return list({id(layer.weight): layer.weight for layer in layers}.values())
+    weights = (layer.weight for layer in layers if layer.weight.device.type == "cpu")
+    return list(
+        {id(weight): weight for weight in weights if weight.dtype.is_floating_point}.values()
+    )
 
 
 @cache
@@ -181,14 +184,17 @@ class _ReplacedLinear(TorchFunctionMode):
     ) -> Any:
         if func is not functional.linear or kwargs:
             return func(*args, **(kwargs or {}))
+        inputs, weight, *rest = args
+        bias = rest[0] if rest else None
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
-            args = tuple(None if tensor is None else tensor.to(dtype) for tensor in args)
-        if any(tensor is not None and tensor.dtype != self._dtype for tensor in args):
-            return func(*args)
-        inputs, *rest = args
-        weight, bias = rest[0], rest[1] if len(rest) > 1 else None
-        if bias is not None and bias.shape != weight.shape[:1]:
+            inputs, bias = inputs.to(dtype), None if bias is None else bias.to(dtype)
+            is_ours = weight.dtype.is_floating_point
+        else:
+            is_ours = weight.dtype == self._dtype
+        tensors = [inputs] if bias is None else [inputs, bias]
+        is_plain = bias is None or bias.shape == weight.shape[:1]
+        if not (is_ours and is_plain and all(t.dtype == self._dtype for t in tensors)):
             return func(*args)
         rows = inputs.reshape(-1, inputs.shape[-1])
         with self._weights.active():
