@@ -23,7 +23,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import (
     append_lines,
     json_line,
-    read_lines,
+    read_records,
     remove_half_line,
     write_whole,
 )
@@ -279,8 +279,8 @@ def _records_of(
         is_of_run = row["step"] <= last_steps.get(row.get("run_id", OLD_RUN_ID), -1)
         return parse(row) if is_of_run and (steps is None or row["step"] in steps) else None
 
-    records = read_lines(find_run_dir(run_dir) / name, chosen, "record")
-    return (record for _, record in records if record is not None)
+    records = read_records(find_run_dir(run_dir) / name, chosen, "record")
+    return (record for record in records if record is not None)
 
 
 def _runs_in(run_dir: Path) -> list[Run]:
@@ -292,7 +292,7 @@ def _runs_in(run_dir: Path) -> list[Run]:
         return run_id, int(row["step"])
 
     metrics, sequences = (
-        [pair for _, pair in read_lines(run_dir / name, run_and_step, "record")]
+        list(read_records(run_dir / name, run_and_step, "record"))
         for name in (METRICS_FILE, ROLLOUTS_FILE)
     )
     runs = []

@@ -47,11 +47,6 @@ def add_generate(commands: Any) -> None:
         "--overwrite", action="store_true", help="Start over, whatever the output holds."
     )
     parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="Generate again what the output holds as an error.",
-    )
-    parser.add_argument(
         "--no-progress-bar",
         dest="progress_bar",
         action="store_false",
