@@ -42,9 +42,6 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 IMAGES_DIR = "images"
 _IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 
-# The run of the records that were written before records had a run's id.
-OLD_RUN_ID = "old"
-
 
 class TokenRow(NamedTuple):
     """One sampled token of a `SequenceRecord`; None: not recorded, or not finite."""
@@ -276,7 +273,7 @@ def _records_of(
     last_steps = {**run.continues, run.run_id: math.inf}
 
     def chosen(row: Mapping[str, Any]) -> T | None:
-        is_of_run = row["step"] <= last_steps.get(row.get("run_id", OLD_RUN_ID), -1)
+        is_of_run = row["step"] <= last_steps.get(row["run_id"], -1)
         return parse(row) if is_of_run and (steps is None or row["step"] in steps) else None
 
     records = read_records(find_run_dir(run_dir) / name, chosen, "record")
@@ -287,7 +284,7 @@ def _runs_in(run_dir: Path) -> list[Run]:
     continued: dict[str, dict[str, int]] = {}
 
     def run_and_step(row: Mapping[str, Any]) -> tuple[str, int]:
-        run_id = row.get("run_id", OLD_RUN_ID)
+        run_id = row["run_id"]
         continued.setdefault(run_id, row.get("continues", {}))
         return run_id, int(row["step"])
 
@@ -297,7 +294,7 @@ def _runs_in(run_dir: Path) -> list[Run]:
     )
     runs = []
     # An id begins with the run's time.
-    for run_id in sorted(continued, key=lambda run_id: (run_id != OLD_RUN_ID, run_id)):
+    for run_id in sorted(continued):
         last = {**continued[run_id], run_id: math.inf}
         nums = Counter(step for other, step in sequences if step <= last.get(other, -1))
         steps = {step for other, step in metrics if step <= last.get(other, -1)} | {*nums}

@@ -46,7 +46,7 @@ def test_a_whole_run_is_one_wellformed_page_that_fetches_nothing(tmp_path):
     html, page = page_of(tmp_path, metrics, [a_sequence(step) for step in range(1, 31)])
     assert not re.search(r"https?:|//|@import|url\(", html)
     assert not FORBIDDEN & set(page.tags)
-    assert page.tags.count("figure") == 8
+    assert page.tags.count("figure") == 6
     for expected in ("First to last reward", "evaluation", "Largest drift", "3.0e-5", "Step 15"):
         assert expected in page.text
 
