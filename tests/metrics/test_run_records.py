@@ -164,9 +164,18 @@ def test_a_file_that_is_one_long_half_line_is_emptied(tmp_path):
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("line", ["{", '{"step":1}', "[]", '{"step":1,"mode":"train","scalars":3}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"step":1}',
+        '{"run_id":"a"}',
+        "[]",
+        '{"run_id":"a","step":1,"mode":"train","scalars":3}',
+    ],
+)
 def test_a_whole_line_that_is_no_record_is_named(tmp_path, line):
-    whole = '{"step":0,"mode":"train","scalars":{},"completion_lengths":[]}'
+    whole = '{"run_id":"a","step":0,"mode":"train","scalars":{},"completion_lengths":[]}'
     (tmp_path / METRICS_FILE).write_text(f"{whole}\n{line}\n")
     with pytest.raises(ConfigurationError, match=r"line 2 of .*metrics\.jsonl is not a record"):
         read_metrics(tmp_path)
