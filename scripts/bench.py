@@ -3,15 +3,29 @@
     python scripts/bench.py rollout            # into docs/benchmarks/, or --output-dir DIR
     python scripts/bench.py --help             # every workload and option
 
-The workloads are in `scripts/benchmarks/`, on those of `cb-rollout bench`.
+The workloads are in `scripts/benchmarks/`, beside those that it shares with `cb-rollout bench`.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from cb_rollout.tools.cli.bench import SHIPPED, TRAINING_PACKAGES, BenchCommand, Suite, add_suite
-from cb_rollout.tools.cli.command import CommandParser
+from cb_rollout.tools.cli.bench import add_options, run_bench
+from cb_rollout.tools.cli.command import CommandParser, require_packages
+
+
+class BenchCommand(NamedTuple):
+    """The module of a function `bench_NAME`, its own packages, and what installs them."""
+
+    module: str
+    help: str
+    packages: tuple[str, ...] = ()
+    requirement: str = "cb_rollout"
+
+
+TRAINING_PACKAGES = ("datasets", "trl")
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
@@ -20,14 +34,14 @@ RAY = "'cb_rollout[ray]'"
 REAL_WEIGHTS = ((*TRAINING_PACKAGES, "gguf", "reasoning_gym"), "gguf reasoning-gym")
 
 WORKLOADS = {
-    "rollout": BenchCommand("benchmarks.rollout", SHIPPED.workloads["rollout"].help),
+    "rollout": BenchCommand("benchmarks.rollout", "one rollout: prompts in, completions out"),
     "bfloat16": BenchCommand(
         "benchmarks.rollout", "one rollout of the same weights in 16 bits and in 32"
     ),
     "bitwise": BenchCommand(
         "benchmarks.step", "what numerics='bitwise' costs, in rollout and step", TRAINING_PACKAGES
     ),
-    "step": BenchCommand("benchmarks.step", SHIPPED.workloads["step"].help, TRAINING_PACKAGES),
+    "step": BenchCommand("benchmarks.step", "one GRPO step through TRL", TRAINING_PACKAGES),
     "chats": BenchCommand(
         "benchmarks.chats", "chats of SmolLM2-135M-Instruct in its own lengths", *REAL_WEIGHTS
     ),
@@ -83,15 +97,29 @@ All contenders run in this process, except vLLM, which `rollout` starts where CB
 names the Python of an environment with vLLM."""
 
 
-SUITE = Suite(DESCRIPTION, WORKLOADS, "benchmarks.sizes", BENCHMARKS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one workload and return the exit code."""
-    parser = CommandParser("scripts/bench.py")
-    add_suite(parser, SUITE)
+    width = max(map(len, WORKLOADS))
+    lines = "".join(f"\n  {name:<{width}}  {x.help}" for name, x in WORKLOADS.items())
+    parser = CommandParser("scripts/bench.py", description=DESCRIPTION, epilog=f"workloads:{lines}")
+    parser.add_argument(
+        "workload",
+        metavar="NAME",
+        nargs="?",
+        choices=WORKLOADS,
+        default="rollout",
+        help="one of the workloads below (rollout)",
+    )
+    add_options(parser, BENCHMARKS)
+    parser.set_run(_run)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    name, command = arguments.workload, WORKLOADS[arguments.workload]
+    require_packages(f"the bench {name!r}", command.packages, command.requirement)
+    return run_bench(name, command.module, "benchmarks.sizes", arguments, BENCHMARKS)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,6 @@ SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "doctor"}
 HOMELESS = {"utils", "common", "helpers", "misc"}
 # Names of modules that own no noun.
 
-OUTSIDERS = {"tools/bench"}
-# What uses the package and a framework side by side, as a user's script does.
-
 # Of TRL a file for each of its trainers' ways.
 HOMES_OF_FRAMEWORK = {
     "trl": {"integrations/trl/upstream.py", "integrations/async_grpo/conversations.py"},
@@ -124,11 +121,10 @@ def imported_packages(path: Path) -> Iterator[str]:
 
 
 def importers(package: str) -> set[str]:
-    names = {path: path.relative_to(PACKAGE) for path in MODULES}
     return {
-        str(name)
-        for path, name in names.items()
-        if not str(name).startswith(tuple(OUTSIDERS)) and package in set(imported_packages(path))
+        str(path.relative_to(PACKAGE))
+        for path in MODULES
+        if package in set(imported_packages(path))
     }
 
 

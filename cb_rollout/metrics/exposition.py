@@ -1,11 +1,10 @@
-"""Render an engine's present metrics as Prometheus text (format 0.0.4) or one terminal line.
+"""Render an engine's present metrics as Prometheus text (format 0.0.4).
 
 Computes no metric: `metrics.registry` defines them. Any thread may call it.
 """
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from cb_rollout.metrics.registry import BUCKETS, DISTRIBUTIONS, LIVE_METRICS, MetricKind
@@ -46,28 +45,3 @@ def _lines(manager: ContinuousBatchingManager, recorder: Recorder) -> Iterator[s
 def _heading(name: str, help_text: str, kind: str) -> Iterator[str]:
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} {kind}"
-
-
-class LiveStatus:
-    """Describe the engine in one line, with speeds over the time since the last line."""
-
-    def __init__(self, manager: ContinuousBatchingManager) -> None:
-        self._manager = manager
-        self._before = manager.counters.copy()
-        self._last_time = time.perf_counter()
-
-    def line(self) -> str:
-        status, counters, now = self._manager.status(), self._manager.counters, time.perf_counter()
-        added = counters.since(self._before)
-        seconds, self._last_time, self._before = now - self._last_time, now, counters.copy()
-        parts = [
-            f"policy {status.policy_version}",
-            f"{status.requests_running} running, {status.requests_waiting} waiting",
-            f"{added.tokens_generated / seconds:,.0f} tokens/s",
-            f"{status.kv_blocks_used:,} of {status.kv_blocks:,} blocks",
-        ]
-        prompt_tokens = added.prefill_tokens + added.prefill_tokens_saved
-        if prompt_tokens:
-            share = added.prefill_tokens_saved / prompt_tokens
-            parts.append(f"{share:.0%} of prompts known")
-        return " | ".join(parts)

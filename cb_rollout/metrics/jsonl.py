@@ -49,8 +49,8 @@ def append_lines(file: FileIO, lines: bytes) -> None:
         raise
 
 
-def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tuple[bytes, T]]:
-    """Yield each whole line of a file, if it exists, and the record that `parse` makes of its JSON.
+def read_records(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[T]:
+    """Yield what `parse` makes of the JSON of each whole line of a file, if it exists.
 
     Raises `ConfigurationError`, which calls a record `noun`, for a line that is none.
     """
@@ -67,7 +67,7 @@ def read_lines(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[tup
                     f"line {number} of {path} is not a {noun} ({error_text(error)}); remove the "
                     "line to keep the others."
                 ) from error
-            yield line, record
+            yield record
 
 
 def remove_half_line(path: Path) -> None:

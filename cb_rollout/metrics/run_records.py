@@ -23,7 +23,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import (
     append_lines,
     json_line,
-    read_lines,
+    read_records,
     remove_half_line,
     write_whole,
 )
@@ -41,9 +41,6 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 # Thumbnails of prompts' pictures, by a hash of their bytes.
 IMAGES_DIR = "images"
 _IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
-
-# The run of the records that were written before records had a run's id.
-OLD_RUN_ID = "old"
 
 
 class TokenRow(NamedTuple):
@@ -276,28 +273,28 @@ def _records_of(
     last_steps = {**run.continues, run.run_id: math.inf}
 
     def chosen(row: Mapping[str, Any]) -> T | None:
-        is_of_run = row["step"] <= last_steps.get(row.get("run_id", OLD_RUN_ID), -1)
+        is_of_run = row["step"] <= last_steps.get(row["run_id"], -1)
         return parse(row) if is_of_run and (steps is None or row["step"] in steps) else None
 
-    records = read_lines(find_run_dir(run_dir) / name, chosen, "record")
-    return (record for _, record in records if record is not None)
+    records = read_records(find_run_dir(run_dir) / name, chosen, "record")
+    return (record for record in records if record is not None)
 
 
 def _runs_in(run_dir: Path) -> list[Run]:
     continued: dict[str, dict[str, int]] = {}
 
     def run_and_step(row: Mapping[str, Any]) -> tuple[str, int]:
-        run_id = row.get("run_id", OLD_RUN_ID)
+        run_id = row["run_id"]
         continued.setdefault(run_id, row.get("continues", {}))
         return run_id, int(row["step"])
 
     metrics, sequences = (
-        [pair for _, pair in read_lines(run_dir / name, run_and_step, "record")]
+        list(read_records(run_dir / name, run_and_step, "record"))
         for name in (METRICS_FILE, ROLLOUTS_FILE)
     )
     runs = []
     # An id begins with the run's time.
-    for run_id in sorted(continued, key=lambda run_id: (run_id != OLD_RUN_ID, run_id)):
+    for run_id in sorted(continued):
         last = {**continued[run_id], run_id: math.inf}
         nums = Counter(step for other, step in sequences if step <= last.get(other, -1))
         steps = {step for other, step in metrics if step <= last.get(other, -1)} | {*nums}

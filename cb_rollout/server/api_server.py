@@ -195,7 +195,7 @@ def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir.", "update_info")
         if body.weight_dir is not None:
-            info = protocol.FileUpdate(weight_dir=body.weight_dir, sha256=body.sha256)
+            info = protocol.FileUpdate(weight_dir=body.weight_dir)
             return _Json({"status": "ok", **await weights().replace(info)})
         assert body.update_info is not None
         count = await weights().add(body.update_info, body.update_id)

@@ -3,16 +3,12 @@
 The server runs in a daemon thread, which keeps no process alive.
 """
 
-import errno
 import importlib.util
-import logging
-import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -42,15 +38,8 @@ GRACE_SECONDS = 2
 # Connections that may wait to be accepted, and that are accepted before any is looked at.
 BACKLOG, ACCEPT_BATCH = 2048, 16
 
-# Most connections, and the share of the process's files that they may take, where no number is set.
-MAX_CONNECTIONS, FILES_SHARE = 1024, 2
-
-# The rest of the process opens files too.
-NUM_SPARE_FILES = 8 * ACCEPT_BATCH
-
-OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-_LOGGER = logging.getLogger(__name__)
+# Most connections where no number is set.
+MAX_CONNECTIONS = 1024
 
 
 def start_server(
@@ -96,70 +85,32 @@ def start_server(
 
 
 class _Listener(socket.socket):
-    """A listening socket that closes new connections while no file descriptor is left.
+    """A listening socket of which asyncio accepts few connections at once.
 
-    Without it asyncio in Python 3.11 prints a traceback for each, and asks again.
+    asyncio accepts as many as may wait, before it looks at any.
     """
 
-    def __init__(self, listening: socket.socket) -> None:
-        super().__init__(fileno=listening.detach())
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
-        self._has_warned = False
-
     def listen(self, _: int = BACKLOG) -> None:
-        # asyncio's number is that of a batch.
         super().listen(BACKLOG)
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; BlockingIOError: closed for want of a file descriptor, or none."""
-        try:
-            return super().accept()
-        except OSError as error:
-            if error.errno not in OUT_OF_FILES:
-                raise
-            if not self._has_warned:
-                self._has_warned = True
-                _LOGGER.warning(
-                    "connections are closed, because %s; raise ulimit -n.", error.strerror
-                )
-            self._close_one()
-            raise BlockingIOError from error
-
-    def _close_one(self) -> None:
-        self._free_spare()
-        with suppress(OSError):
-            super().accept()[0].close()
-        with suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY)
-
-    def _free_spare(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
-
-    def close(self) -> None:
-        super().close()
-        self._free_spare()
 
 
 def max_connections(options: ServerOptions) -> int:
-    """Return the most open connections, below what the process may open.
+    """Return the most open connections, half of the files that the process may open at most.
 
     Raises:
-        ConfigurationError: it may not open so many.
+        ConfigurationError: the options name more.
     """
     num_files = 1 << 20
     if sys.platform != "win32":
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         num_files = num_files if limit == resource.RLIM_INFINITY else limit
-    if options.max_connections is None:
-        return max(1, min(MAX_CONNECTIONS, num_files // FILES_SHARE))
-    if options.max_connections > num_files - NUM_SPARE_FILES:
+    most = max(1, num_files // 2)
+    if (asked := options.max_connections) is not None and asked > most:
         raise ConfigurationError(
-            f"max_connections={options.max_connections} leaves less than {NUM_SPARE_FILES} of the "
-            f"{num_files} files that the process may open; lower it, or raise ulimit -n."
+            f"max_connections={asked} is more than half of the {num_files} files that the process "
+            "may open; lower it, or raise ulimit -n."
         )
-    return options.max_connections
+    return asked or min(MAX_CONNECTIONS, most)
 
 
 def _bound(options: ServerOptions) -> socket.socket:
@@ -168,7 +119,8 @@ def _bound(options: ServerOptions) -> socket.socket:
         (family, *_, address), *_ = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        return _Listener(socket.create_server(address[:2], family=family, backlog=BACKLOG))
+        listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        return _Listener(fileno=listening.detach())
     except OSError as error:
         raise ConfigurationError(
             f"host={options.host!r} port={options.port} cannot be bound ({error.strerror}); name "

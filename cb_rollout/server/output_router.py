@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import Self
 
 from cb_rollout.engine.request import Request
@@ -186,9 +185,7 @@ class EngineControl:
         self._manager = manager
         self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
         self._num_draining = 0
-        # Makes a hold take effect either before a release or never.
-        self._lock = threading.Lock()
-        self._awaited_pauses: set[object] = set()
+        self._has_ended = False
         self._is_open = asyncio.Event()
         self._is_open.set()
 
@@ -197,10 +194,9 @@ class EngineControl:
 
     def stop(self) -> None:
         """End the thread, and a client's pause, so that the engine goes on without the server."""
+        self._has_ended = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-        with self._lock:
-            self._awaited_pauses.clear()
-            self._manager.pauses.release(PauseReason.CLIENT)
+        self._release()
 
     @property
     def is_paused(self) -> bool:
@@ -217,23 +213,16 @@ class EngineControl:
             await self._drain()
         if mode == "abort":
             self._router.abort(None)
-        await self._hold()
+        await self._run(self._hold)
         await self._run(self._manager.loop.deliver_cancelled)
 
-    async def _hold(self) -> None:
-        """Hold the engine, unless the client stops waiting before."""
-        pause = object()
-        self._awaited_pauses.add(pause)
-        try:
-            await self._run(partial(self._hold_if_awaited, pause))
-        finally:
-            with self._lock:
-                self._awaited_pauses.discard(pause)
+    def _hold(self) -> None:
+        self._manager.loop.hold(PauseReason.CLIENT)
+        if self._has_ended:
+            self._release()
 
-    def _hold_if_awaited(self, pause: object) -> None:
-        with self._manager.loop.paused(), self._lock:
-            if pause in self._awaited_pauses:
-                self._manager.pauses.hold(PauseReason.CLIENT)
+    def _release(self) -> None:
+        self._manager.pauses.release(PauseReason.CLIENT)
 
     async def _drain(self) -> None:
         """Wait for the requests in flight, and hold back those that come meanwhile."""
@@ -241,7 +230,7 @@ class EngineControl:
         self._is_open.clear()
         try:
             await self._router.drained()
-            await self._hold()
+            await self._run(self._hold)
         finally:
             self._num_draining -= 1
             if not self._num_draining:
@@ -252,9 +241,8 @@ class EngineControl:
         await self._is_open.wait()
 
     async def resume(self) -> None:
-        """End a client's pause; nothing happens without a pause."""
-        with self._lock:
-            self._manager.pauses.release(PauseReason.CLIENT)
+        """End a client's pause, after the pauses that were asked for before."""
+        await self._run(self._release)
 
     async def abort(self, client_ids: Collection[str] | None) -> int:
         count = self._router.abort(client_ids)

@@ -1,9 +1,9 @@
 """Prompts and chats to token ids; a conversation's next turn begins with the last turn's tokens.
 
 A client sends a chat back as text, and its tokenization may differ from the sampled tokens. So the
-encoder remembers each answered chat by its text and its pictures: a new chat whose rendered text
-begins with that text, about the same pictures, begins with the same tokens. The prefix cache then
-holds their keys, and the turns of a trajectory are one sequence.
+encoder remembers each answered chat by its text: a new chat whose rendered text
+begins with that text begins with the same tokens. The prefix cache then holds their keys, and the
+turns of a trajectory are one sequence. A chat with pictures is encoded as a whole.
 
 Pictures of a chat are read from data URLs, within the server's limits. Nothing is fetched: a URL of
 another kind is refused, so a client cannot make the server read a file or ask another machine.
@@ -12,7 +12,6 @@ Formats are those of `FORMATS` alone, whatever else PIL could open. Called on on
 
 import base64
 import binascii
-import hashlib
 import io
 import json
 import re
@@ -27,11 +26,9 @@ from cb_rollout.engine.images.processor import (
     IMAGE_FAULTS,
     ImagePrompt,
     encoded_chat,
-    encoded_row,
     has_image_parts,
 )
-from cb_rollout.engine.images.prompt_images import DIGEST_BYTES
-from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
+from cb_rollout.errors import InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import ENCODING_FAULTS
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.protocol import ApiError
@@ -48,10 +45,6 @@ DATA_URL = re.compile(r"data:([^,]*?)(;base64)?,", re.IGNORECASE)
 WANTED = "send data:image/png;base64,... instead"
 
 
-# What tells answered chats apart: the hashes of their pictures, and their rendered text.
-_Known = tuple[tuple[bytes, ...], str]
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedChat:
     """A chat, up to where the assistant answers."""
@@ -60,8 +53,6 @@ class EncodedChat:
     """Rendered by the template."""
     prompt: list[int] | ImagePrompt
     """The prompt of its request: token ids, with images where there are some."""
-    digests: tuple[bytes, ...] = ()
-    """A hash of each picture."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -86,7 +77,7 @@ class PromptEncoder:
         self._templates, self._options = tokenizer, options
         self._takes_images = is_processor(tokenizer)
         self._tokenizer = text_tokenizer(tokenizer)
-        self._known: OrderedDict[_Known, _Conversation] = OrderedDict()
+        self._known: OrderedDict[str, _Conversation] = OrderedDict()
         self._num_known_tokens = 0
 
     def encode_text(self, text: str) -> list[int]:
@@ -122,19 +113,9 @@ class PromptEncoder:
             raise InvalidRequestError(
                 f"the model's chat template refuses the messages ({error_text(error)})."
             ) from error
-        if not pictures:
-            return EncodedChat(text, self._continued(text, self._encode_part(text), (), ()))
-        plain = encoded_chat(chat, self._templates, 0, tools or None)
-        digests = tuple(map(_digest, pictures))
-        token_ids = self._continued(text, plain.token_ids, pictures, digests)
-        if token_ids != plain.token_ids:
-            try:
-                row = {"prompt": token_ids, "images": pictures}
-                return EncodedChat(text, encoded_row(row, self._templates, 0), digests)
-            except (ConfigurationError, InvalidRequestError):
-                # Of some processors, the tensors are known for text only.
-                pass
-        return EncodedChat(text, plain, digests)
+        if pictures:
+            return EncodedChat(text, encoded_chat(chat, self._templates, 0, tools or None))
+        return EncodedChat(text, self._continued(text))
 
     def _require_readable(self, messages: Sequence[dict[str, Any]]) -> None:
         """Refuse pictures without a processor, and text that a processor takes for a picture."""
@@ -149,13 +130,15 @@ class PromptEncoder:
             )
 
     def remember(self, chat: EncodedChat, tokens: Sequence[int]) -> None:
-        """Keep an answered chat, for the next turn to begin with its tokens."""
+        """Keep an answered chat of text, for the next turn to begin with its tokens."""
+        if isinstance(chat.prompt, ImagePrompt):
+            return
         body, end = tuple(tokens[:-1]), tuple(tokens[-1:])
         body_text, whole_text = self._decode(body), self._decode(tokens)
         if not whole_text.startswith(body_text):
             # The last two tokens share a character.
             body, end, body_text = tuple(tokens), (), whole_text
-        key = chat.digests, chat.text + body_text
+        key = chat.text + body_text
         token_ids = array("i", [*chat.token_ids, *body])
         self._forget(key)
         self._known[key] = _Conversation(token_ids, whole_text[len(body_text) :], end)
@@ -163,49 +146,30 @@ class PromptEncoder:
         while self._num_known_tokens > MAX_KNOWN_TOKENS or len(self._known) > MAX_KNOWN:
             self._forget(next(iter(self._known)))
 
-    def _forget(self, key: _Known) -> None:
+    def _forget(self, key: str) -> None:
         if (known := self._known.pop(key, None)) is not None:
             self._num_known_tokens -= len(known.token_ids)
 
-    def _continued(
-        self, text: str, plain: list[int], pictures: Sequence[Any], digests: tuple[bytes, ...]
-    ) -> list[int]:
-        """Return a rendered chat's token ids, beginning with the longest answered chat's.
-
-        `plain` are its token ids where no answered chat begins it; `digests` its pictures' hashes.
-        """
-        beginnings = (
-            (seen, answered)
-            for seen, answered in self._known
-            if seen == digests[: len(seen)] and text.startswith(answered)
-        )
-        key = max(beginnings, key=lambda beginning: len(beginning[1]), default=None)
+    def _continued(self, text: str) -> list[int]:
+        """Return a rendered chat's token ids, beginning with the longest answered chat's."""
+        plain = self._encode_part(text)
+        key = max(filter(text.startswith, self._known), key=len, default=None)
         if key is None:
             return plain
         self._known.move_to_end(key)
-        known, num_characters = self._known[key], len(key[1])
+        known, num_characters = self._known[key], len(key)
         token_ids = list(known.token_ids)
         if known.end_text and text.startswith(known.end_text, num_characters):
             token_ids += known.end_ids
             num_characters += len(known.end_text)
-        token_ids += self._encode_part(text[num_characters:], pictures[len(key[0]) :])
+        token_ids += self._encode_part(text[num_characters:])
         # Some tokenizers normalise a text differently in two parts; then only the whole is right.
         if self._decode(token_ids) != self._decode(plain):
             return plain
         return token_ids
 
-    def _encode_part(self, text: str, pictures: Sequence[Any] = ()) -> list[int]:
-        """Return the token ids of a section of a chat; none where its processor refuses it."""
-        if not text:
-            return []
-        if not pictures:
-            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        try:
-            return self._templates(text=[text], images=[[*pictures]], add_special_tokens=False)[
-                "input_ids"
-            ][0]
-        except IMAGE_FAULTS:
-            return []
+    def _encode_part(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -240,11 +204,6 @@ def _with_pictures(
             message = {**message, "content": items}
         read_messages.append(message)
     return read_messages, pictures
-
-
-def _digest(picture: Any) -> bytes:
-    pixels = f"{picture.size} ".encode() + picture.tobytes()
-    return hashlib.blake2b(pixels, digest_size=DIGEST_BYTES).digest()
 
 
 def _picture(url: str, param: str, options: ServerOptions) -> Any:

@@ -83,8 +83,6 @@ Biases = Annotated[
     first_fault(lambda value: type(value) in (int, float) and -100 <= value <= 100),
 ]
 
-Digests = Annotated[dict[str, str], first_fault(lambda value: isinstance(value, str))]
-
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
@@ -352,16 +350,12 @@ class BroadcastUpdate(Strict):
     dtype_names: Items[str]
     shapes: Items[Items[Annotated[int, Field(ge=0, lt=1 << 40)]]]
     packed: bool | None = None
-    sha256: str | None = None
-    """Hexadecimal digest of all bytes in this order."""
 
 
 class FileUpdate(Strict):
     """A safetensors file, or a checkpoint's directory, on the server's machine."""
 
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)]
-    sha256: Digests | None = None
-    """Hexadecimal digests by file name."""
 
 
 class UpdateRequest(Strict):
@@ -370,7 +364,6 @@ class UpdateRequest(Strict):
     update_info: BroadcastUpdate | FileUpdate | None = None
     update_id: str | None = None
     weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
-    sha256: Digests | None = None
 
 
 class FinishRequest(Strict):

@@ -53,12 +53,6 @@ EXTRAS = {
     "ray": ("ray",),
 }
 
-# Settings that some machines refuse.
-FASTER: dict[str, tuple[str, Any]] = {
-    "compiled forwards": ("use_default_compile_configs", True),
-    "rollout weights in a copy": ("weight_sync", "copy"),
-}
-
 # Prompt lengths, in tokens: one below the block size and one above the probe's, so that rows are
 # padded.
 PROMPT_TOKENS = (3, 17)
@@ -107,13 +101,6 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
         yield _ok(f"extra {extra!r}", text)
     for name in KERNELS:
         yield _ok(name, "found" if _is_there(name) else "not found")
-    for name, (setting, value) in FASTER.items():
-        try:
-            RolloutConfig(**{setting: value})
-            text = f"when asked for, by {setting}={value!r}"
-        except ConfigurationError as error:
-            text = f"not used: {error}"
-        yield _ok(name, text)
     try:
         target = torch_device(device)
     except ConfigurationError as error:

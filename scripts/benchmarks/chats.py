@@ -24,9 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rollout import race
 from benchmarks.sizes import Setup
+from benchmarks.step import QUIET, GenerationPath, bench_batch
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.step import QUIET, GenerationPath, bench_batch
 from cb_rollout.tools.bench.workload import SEED, Workload
 from smollm2 import smollm2_folder
 

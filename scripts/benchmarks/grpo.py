@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.sizes import MODELS, Setup, Sizes
-from cb_rollout.tools.bench.step import (
+from benchmarks.step import (
     CHECKPOINTING,
     QUIET,
     GenerationPath,

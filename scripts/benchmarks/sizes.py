@@ -21,6 +21,10 @@ QWEN3: dict[str, dict[str, Any]] = {
 class Sizes(workload.Sizes):
     """Sizes of the model and of each workload."""
 
+    sampled_mean: int | None = 50
+    """Mean length where the model ends completions itself; None: it ends none."""
+    longest_in_step: int = 256
+    """Maximum length of a completion in a GRPO step."""
     counts_forwards: bool = True
     """Count the products of each contender's own forwards, in one more run of `rollout`."""
     strategy_steps: int = 4
@@ -77,6 +81,7 @@ MODELS = {
 # For tests: figures of these sizes mean nothing.
 TINY = extended(
     workload.TINY,
+    sampled_mean=3, longest_in_step=6,
     strategy_steps=1, scales=(1, 2), scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3,
     num_syncs=1, copied_bytes=1 << 16, truncated_rows=2, truncated_vocab=8192, num_truncations=1,
     modelled_shapes={"tiny": workload.TINY.shape}, modelled_rows=(2,), modelled_tokens=(5,),

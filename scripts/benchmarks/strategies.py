@@ -13,6 +13,7 @@ import statistics
 from typing import Any, NamedTuple
 
 import cb_rollout
+from benchmarks.models import create_ending_model
 from benchmarks.sizes import Setup
 from cb_rollout.strategies import (
     DynamicSampling,
@@ -25,7 +26,7 @@ from cb_rollout.strategies import (
     Strategy,
 )
 from cb_rollout.tools.bench.timing import summary, timed
-from cb_rollout.tools.bench.workload import SEED, create_ending_model, long_tailed
+from cb_rollout.tools.bench.workload import SEED, long_tailed
 
 NUM_PROCESSES = 4
 

@@ -9,7 +9,7 @@ import torch
 from fast_path import pretend_cuda
 
 import gpu_bench
-from benchmarks import attention, grpo, sizes
+from benchmarks import attention, grpo, sizes, step
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE
 from benchmarks.profile import WrappedFunction, wrapped
 from benchmarks.roofline import machine
@@ -22,7 +22,6 @@ from benchmarks.roofline.machine import (
 )
 from benchmarks.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.engine.attention.triton import launch
-from cb_rollout.tools.bench import step
 from cb_rollout.tools.bench.contenders import Contender
 from cb_rollout.tools.bench.workload import (
     TINY,

@@ -16,7 +16,7 @@ from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.integrations.otel import export
-from cb_rollout.metrics.exposition import LiveStatus, exposition
+from cb_rollout.metrics.exposition import exposition
 from cb_rollout.metrics.observers import Histogram, Observer, Recorder
 from cb_rollout.metrics.registry import DISTRIBUTIONS, LIVE_METRICS, MetricKind
 
@@ -251,13 +251,3 @@ def test_every_name_is_one_of_a_kind():
     assert len(names) == len(set(names))
     assert all(d.name.endswith("_seconds") for d in DISTRIBUTIONS)
     assert {i.kind for i in LIVE_METRICS} == set(MetricKind)
-
-
-def test_the_live_status_is_one_line_with_what_goes_on(generator):
-    status = LiveStatus(generator.manager)
-    generator.generate_batch(PROMPTS, sampling_params=PARAMS)
-    line = status.line()
-    assert line.startswith("policy 0 | 0 running, 0 waiting | ")
-    assert "29% of prompts known" in line
-    assert "\n" not in line
-    assert "0 tokens/s" in status.line()

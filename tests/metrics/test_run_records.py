@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import (
     METRICS_FILE,
-    OLD_RUN_ID,
     ROLLOUTS_FILE,
     RunRecorder,
     SequenceRecord,
@@ -165,9 +164,18 @@ def test_a_file_that_is_one_long_half_line_is_emptied(tmp_path):
     assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize("line", ["{", '{"step":1}', "[]", '{"step":1,"mode":"train","scalars":3}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        '{"step":1}',
+        '{"run_id":"a"}',
+        "[]",
+        '{"run_id":"a","step":1,"mode":"train","scalars":3}',
+    ],
+)
 def test_a_whole_line_that_is_no_record_is_named(tmp_path, line):
-    whole = '{"step":0,"mode":"train","scalars":{},"completion_lengths":[]}'
+    whole = '{"run_id":"a","step":0,"mode":"train","scalars":{},"completion_lengths":[]}'
     (tmp_path / METRICS_FILE).write_text(f"{whole}\n{line}\n")
     with pytest.raises(ConfigurationError, match=r"line 2 of .*metrics\.jsonl is not a record"):
         read_metrics(tmp_path)
@@ -244,22 +252,6 @@ def test_a_resumed_run_holds_the_one_before_up_to_its_checkpoint(tmp_path):
         (4, 0.3),
     ]
     assert last.num_sequences == dict.fromkeys(range(1, 5), 1)
-
-
-def test_records_without_a_runs_id_are_the_oldest_run_and_can_be_continued(tmp_path):
-    recorder = RunRecorder(tmp_path)
-    record_steps(recorder, [1, 2])
-    for name in (METRICS_FILE, ROLLOUTS_FILE):
-        rows = map(json.loads, (tmp_path / name).read_text().splitlines())
-        bare = [{key: row[key] for key in row if key != "run_id"} for row in rows]
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in bare))
-    (old,) = list_runs(tmp_path)
-    assert old.run_id == OLD_RUN_ID
-    assert len(read_metrics(tmp_path)) == len(list(iterate_rollouts(tmp_path))) == 2
-    recorder.begin_run(from_step=1)
-    record_steps(recorder, [2])
-    old, new = list_runs(tmp_path)
-    assert (new.continues, new.steps) == ({OLD_RUN_ID: 1}, [1, 2])
 
 
 def test_a_picture_is_written_once_and_read_by_its_name(tmp_path):

@@ -201,22 +201,30 @@ def test_the_server_leaves_no_pause_behind():
         assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
 
 
-def test_a_pause_that_was_given_up_does_not_take_effect_later():
-    async def give_up(control, thread_began):
+def test_a_resume_ends_a_pause_that_its_client_gave_up():
+    async def give_up(control, holder_ends):
         pausing = asyncio.ensure_future(control.pause("keep"))
-        await asyncio.to_thread(thread_began.wait, TIMEOUT_SECONDS)
+        await asyncio.sleep(0)
         pausing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pausing
-        await control.resume()
+        resuming = asyncio.ensure_future(control.resume())
+        await asyncio.sleep(0)
+        holder_ends.set()
+        await resuming
+
+    def hold(manager, is_held, ends):
+        with manager.loop.paused():
+            is_held.set()
+            ends.wait(TIMEOUT_SECONDS)
 
     with served() as (generator, _):
-        manager, began = generator.manager, threading.Event()
+        manager, is_held, ends = generator.manager, threading.Event(), threading.Event()
         control = EngineControl(manager)
-        control._thread.submit(began.set)
-        with manager.loop.paused():
-            # The pause waits for this one, longer than its client does.
-            asyncio.run(give_up(control, began))
+        # The pause waits for this one, longer than its client does.
+        holder = threading.Thread(target=hold, args=(manager, is_held, ends))
+        holder.start()
+        is_held.wait(TIMEOUT_SECONDS)
+        asyncio.run(give_up(control, ends))
+        holder.join(TIMEOUT_SECONDS)
         control._thread.shutdown(wait=True)
         assert not manager.pauses.reasons
         assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1

@@ -37,7 +37,6 @@ FAULTY = {
         protocol.UpdateRequest,
         {"update_info": {"names": [1] * MANY, "dtype_names": [1] * MANY, "shapes": [["a"]] * MANY}},
     ),
-    "sha256": (protocol.UpdateRequest, {"weight_dir": "a", "sha256": NAMES}),
 }
 
 

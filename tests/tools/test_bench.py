@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from benchmarks.models import create_ending_model
 from benchmarks.roofline.machine import matmul_parameters, needed_flops
 from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
 from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
@@ -15,7 +16,6 @@ from cb_rollout.tools.bench.workload import (
     MODELS,
     TINY,
     Workload,
-    create_ending_model,
     create_model,
     equal_lengths,
     long_tailed,
@@ -107,7 +107,7 @@ def test_a_value_has_three_digits(value, text):
 @pytest.mark.slow
 def test_the_command_needs_no_checkout(tmp_path):
     tiniest = ("--tiny", "--repetitions", "1", "--device", "cpu")
-    command = [sys.executable, "-m", "cb_rollout", "bench", "rollout", *tiniest]
+    command = [sys.executable, "-m", "cb_rollout", "bench", *tiniest]
     done = subprocess.run(
         [*command, "--output-dir", "here"],
         cwd=tmp_path,

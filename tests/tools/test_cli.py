@@ -13,8 +13,7 @@ import bench
 from cb_rollout import __version__
 from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.cli import create_parser, demo, main
-from cb_rollout.tools.cli.bench import ENGINE_PACKAGES, SHIPPED
-from cb_rollout.tools.cli.command import CommandParser
+from cb_rollout.tools.cli.bench import PACKAGES
 from cb_rollout.tools.dataset import DatasetOptions
 
 ROOT = Path(__file__).parents[2]
@@ -172,15 +171,15 @@ def test_an_interrupted_command_exits_with_code_130_and_says_how_to_go_on(
         (["--output", "/"], "/ cannot be written (Is a directory)"),
         (["--output", "no/x.jsonl"], "no/x.jsonl cannot be written: no is not a directory; make"),
         (["--output", "in.jsonl/x"], "in.jsonl/x cannot be written: in.jsonl is not a directory"),
-        (["--temperature", "-1"], "--temperature -1.0 "),
-        (["--num-return-sequences", "0"], "--num-return-sequences 0 is below 1"),
-        (["--num-return-sequences", "2"], "--num-return-sequences 2 of greedy decoding"),
-        (["--max-memory-percent", "40"], "--max-memory-percent 40.0 is outside (0, 1]"),
-        (["--max-num-seqs", "0"], "--max-num-seqs 0 "),
-        (["--seed", "-1"], "--seed -1 "),
-        (["--dtype", "int3"], "--dtype int3 "),
-        (["--evaluate", "json"], "--evaluate json is not of the form module:function"),
-        (["--generation-config", "mine"], "--generation-config mine "),
+        (["--temperature", "-1"], "temperature=-1.0 "),
+        (["--num-return-sequences", "0"], "num_return_sequences=0 is below 1"),
+        (["--num-return-sequences", "2"], "num_return_sequences=2 of greedy decoding"),
+        (["--max-memory-percent", "40"], "max_memory_percent=40.0 is outside (0, 1]"),
+        (["--max-num-seqs", "0"], "max_requests_per_batch=0 "),
+        (["--seed", "-1"], "seed=-1 "),
+        (["--dtype", "int3"], "dtype='int3' "),
+        (["--evaluate", "json"], "evaluate='json' is not of the form module:function"),
+        (["--generation-config", "mine"], "generation_config='mine' "),
     ],
 )
 def test_an_error_of_generate_is_one_line(checkpoint, jsonl, capsys, monkeypatch, options, said):
@@ -212,29 +211,24 @@ def third_party_imports(path):
         yield from {name.partition(".")[0] for name in names} - sys.stdlib_module_names
 
 
-@pytest.mark.parametrize(
-    ("workloads", "root", "folder"),
-    [
-        (SHIPPED.workloads, ROOT, "cb_rollout/tools/bench"),
-        (bench.WORKLOADS, ROOT / "scripts", "benchmarks"),
-    ],
-    ids=["wheel", "checkout"],
-)
-def test_a_workload_is_in_a_module_whose_packages_it_names(workloads, root, folder):
+def test_a_workload_is_in_a_module_whose_packages_it_names():
+    root = ROOT / "scripts"
     modules = {
         ".".join(path.relative_to(root).with_suffix("").parts): set(third_party_imports(path))
-        for path in (root / folder).rglob("*.py")
+        for path in (root / "benchmarks").rglob("*.py")
     }
-    assert {work.module for work in workloads.values()} <= set(modules)
+    assert {work.module for work in bench.WORKLOADS.values()} <= set(modules)
     # Torch needs numpy and sympy; only functions of workloads that name Triton import it.
-    own = {"cb_rollout", "benchmarks", "smollm2", "numpy", "sympy", "triton", *ENGINE_PACKAGES}
+    own = {"cb_rollout", "benchmarks", "smollm2", "numpy", "sympy", "triton", *PACKAGES}
     for name, imported in modules.items():
-        asked_for = [set(work.packages) for work in workloads.values() if work.module == name]
+        works = [work for work in bench.WORKLOADS.values() if work.module == name]
+        asked_for = [set(work.packages) for work in works]
         assert all(imported - own <= packages for packages in asked_for or [set()]), name
 
 
-def test_a_workload_of_the_wheel_is_one_of_a_checkout_too():
-    assert set(SHIPPED.workloads) <= set(bench.WORKLOADS)
+def test_the_bench_of_the_wheel_imports_what_it_names():
+    for path in (ROOT / "cb_rollout" / "tools" / "bench").glob("*.py"):
+        assert set(third_party_imports(path)) <= {"cb_rollout", *PACKAGES}
 
 
 def test_the_demo_names_every_package_that_its_recipe_imports():
@@ -245,7 +239,7 @@ def test_the_demo_names_every_package_that_its_recipe_imports():
 @pytest.mark.parametrize(
     ("package", "command", "requirement"),
     [
-        ("trl", ["bench", "step"], "cb_rollout"),
+        ("tokenizers", ["bench"], "cb_rollout"),
         ("trl", ["demo"], "cb_rollout"),
         ("tokenizers", ["demo"], "cb_rollout"),
     ],
@@ -276,7 +270,7 @@ def test_a_missing_package_is_named_with_what_installs_it(
 def test_an_error_of_bench_is_one_line(capsys, monkeypatch, tmp_path, options, said):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", "rollout", *options]) == 2
+    assert main(["bench", *options]) == 2
     assert said in the_fault(capsys)
 
 
@@ -297,22 +291,6 @@ def test_an_error_of_the_demo_is_one_line(capsys, monkeypatch, tmp_path, options
     monkeypatch.chdir(tmp_path)
     assert main(["demo", *options]) == 2
     assert said in the_fault(capsys)
-
-
-def test_a_message_names_a_setting_by_its_option_and_leaves_other_words():
-    parser = CommandParser("x")
-    for option in ("--max-num-seqs", "--seed", "--name"):
-        parser.add_argument(option)
-    parser.add_argument("--over-write", action="store_true")
-    parser.add_argument("--no-status", dest="status", action="store_false")
-    for text, said in (
-        ("max_requests_per_batch=0 is below 1", "--max-num-seqs 0 is below 1"),
-        ("set name='a', or name='a b'.", "set --name a, or --name 'a b'."),
-        ("set over_write=True or raise max_num_seqs", "set --over-write or raise --max-num-seqs"),
-        ("a seed of /x/max_num_seqs/y", "a seed of /x/max_num_seqs/y"),
-        ("status=False, num_blocks=3", "status=False, num_blocks=3"),
-    ):
-        assert parser.in_options(text) == said
 
 
 def test_the_version_is_the_packages(capsys):

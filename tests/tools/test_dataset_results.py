@@ -81,19 +81,6 @@ def test_a_second_writer_is_refused(tmp_path):
     assert num_done(path) == 1
 
 
-def test_failed_results_are_removed_atomically(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with ResultFile(path, SETTINGS) as results:
-        results.append([result("a", 0), result("a", 1, error="no"), result("b", 0)])
-    with ResultFile(path, SETTINGS, retry_failed=True) as results:
-        assert (results.num_done, results.num_failed) == (2, 0)
-        with pytest.raises(ConfigurationError, match="another process writes"):
-            ResultFile(path, SETTINGS)
-        results.append([result("a", 1)])
-    assert {p.name for p in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.settings.json"}
-    assert num_done(path) == 3
-
-
 def test_a_stale_settings_file_without_results_is_no_obstacle(tmp_path):
     path = tmp_path / "out.jsonl"
     with ResultFile(path, {"temperature": 0.5}):
@@ -125,9 +112,9 @@ def test_unreadable_settings_are_refused(tmp_path, settings):
         ResultFile(path, SETTINGS)
 
 
-def write_missing(path, **options):
+def write_missing(path):
     """Append what the file lacks of three rows, as a run of `generate_dataset` does."""
-    with ResultFile(path, SETTINGS, **options) as results:
+    with ResultFile(path, SETTINGS) as results:
         for row in ("a", "b", "c"):
             missing = [result(row, n, completion="x" * 50) for n in range(2)]
             results.append([one for one in missing if not results.has(row, one["sample"])])
@@ -151,18 +138,3 @@ def test_a_disk_that_is_full_at_any_write_costs_no_written_result(tmp_path, monk
             assert f"{len(lines.splitlines())} sequences are in it" in str(refused.value)
         write_missing(path)
         assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-
-
-def test_a_disk_that_is_full_while_errors_are_removed_costs_no_result(tmp_path, monkeypatch):
-    before = [result("a", 0), result("a", 1, error="no"), result("b", 0)]
-    for number in range(1, 6):
-        path = tmp_path / f"{number}.jsonl"
-        with ResultFile(path, SETTINGS) as results:
-            results.append(before)
-        with (
-            FullDisk(tmp_path, number).mounted(monkeypatch),
-            pytest.raises(ConfigurationError, match="No space left on device"),
-        ):
-            write_missing(path, retry_failed=True)
-        write_missing(path, retry_failed=True)
-        assert num_done(path) == 6

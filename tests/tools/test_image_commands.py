@@ -7,7 +7,7 @@ import pytest
 from tiny import save_checkpoint
 from tiny_vision import picture, tiny_vision_model
 
-from cb_rollout import ConfigurationError, RolloutGenerator, SamplingParams
+from cb_rollout import RolloutGenerator, SamplingParams
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.tools.dataset import generate_dataset
 from cb_rollout.tools.doctor import Level, checkpoint_findings
@@ -41,6 +41,8 @@ def test_rows_name_their_pictures_by_paths_beside_the_file(checkpoint, tmp_path)
         },
         {"id": "text", "prompt": "w60 <image> w61", "images": ["pictures/1.png"]},
         {"id": "broken", "prompt": "w60 <image>", "images": ["pictures/broken.png"]},
+        {"id": "missing", "prompt": "w60 <image>", "images": ["pictures/3.png"]},
+        {"id": "remote", "prompt": "w60 <image>", "images": ["https://x.org/a.png"]},
         {"id": "plain", "prompt": "w60 w61"},
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -52,12 +54,14 @@ def test_rows_name_their_pictures_by_paths_beside_the_file(checkpoint, tmp_path)
         temperature=0.0,
         max_new_tokens=4,
     )
-    assert report.num_failed == 1
+    assert report.num_failed == 3
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     results = {result["id"]: result for result in map(json.loads, lines)}
     assert results["broken"]["error"].startswith(
         f"{tmp_path / 'in.jsonl'} line 4: image 0 cannot be read"
     )
+    assert "line 5: image 0 cannot be read" in results["missing"]["error"]
+    assert "line 6: image 0 is a URL" in results["remote"]["error"]
     prompts = [
         chat({"type": "image", "image": picture(1)}),
         chat({"type": "image", "image": picture(2)}),
@@ -73,14 +77,14 @@ def test_rows_name_their_pictures_by_paths_beside_the_file(checkpoint, tmp_path)
         assert results[name]["token_ids"] == output.generated_tokens
 
 
-def test_pictures_for_a_model_of_text_are_refused_before_it_loads(tmp_path):
+def test_pictures_for_a_model_of_text_become_errors(tmp_path):
     picture(1).save(tmp_path / "a.png")
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "images": ["a.png"]}))
     text_model = save_checkpoint(tmp_path)
-    with pytest.raises(
-        ConfigurationError, match=r"in.jsonl line 1 has images, which take the proc"
-    ):
-        generate_dataset(str(text_model), tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    report = generate_dataset(str(text_model), tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert report.num_failed == report.num_sequences == 1
+    assert f"{tmp_path / 'in.jsonl'} line 1: " in report.first_error
+    assert "processor" in report.first_error
 
 
 def images_finding(name):

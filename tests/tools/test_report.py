@@ -14,7 +14,7 @@ from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetric
 from cb_rollout.tools.report import write_comparison, write_report
 from cb_rollout.tools.report.figures import DRIFT_KEYS
 from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
-from cb_rollout.tools.report.series import early_and_late, series, shares_by_bin, smoothed
+from cb_rollout.tools.report.series import series, smoothed
 from cb_rollout.tools.report.svg import compact, linear_axis, log_axis
 from cb_rollout.tools.report.tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
 
@@ -46,7 +46,7 @@ def test_a_whole_run_is_one_wellformed_page_that_fetches_nothing(tmp_path):
     html, page = page_of(tmp_path, metrics, [a_sequence(step) for step in range(1, 31)])
     assert not re.search(r"https?:|//|@import|url\(", html)
     assert not FORBIDDEN & set(page.tags)
-    assert page.tags.count("figure") == 8
+    assert page.tags.count("figure") == 6
     for expected in ("First to last reward", "evaluation", "Largest drift", "3.0e-5", "Step 15"):
         assert expected in page.text
 
@@ -135,7 +135,7 @@ def test_metrics_alone_and_rollouts_alone_leave_the_other_part_out(tmp_path):
     _, page = page_of(tmp_path / "metrics", metrics=training_steps(3))
     assert "Completions" not in page.text
     _, page = page_of(tmp_path / "rollouts", sequences=[a_sequence()])
-    assert page.tags.count("figure") == 2  # surprise and policy versions
+    assert page.tags.count("figure") == 1  # surprise
     assert "1 of 1 recorded sequences" in page.text
 
 
@@ -154,7 +154,7 @@ def test_short_and_flat_runs_have_every_figure(tmp_path, num_steps, value):
         for step in range(1, num_steps + 1)
     ]
     html, page = page_of(tmp_path, metrics)
-    assert page.tags.count("figure") == 5
+    assert page.tags.count("figure") == 4
     assert "nan" not in html
     assert "inf" not in page.text
 
@@ -202,13 +202,6 @@ def test_smoothing_keeps_a_straight_line_inside_and_short_runs_whole():
     values = [value for _, value in smoothed(line)]
     assert values[10:50] == pytest.approx([value for _, value in line[10:50]])
     assert smoothed(line[:11]) == line[:11]
-
-
-def test_early_and_late_are_the_outer_thirds_and_bins_add_up_to_one():
-    lengths = {step: [step, step] for step in range(1, 10)}
-    assert early_and_late(lengths) == ([1, 1, 2, 2, 3, 3], [7, 7, 8, 8, 9, 9])
-    assert early_and_late({4: [1]}) == ([1], [])
-    assert shares_by_bin([0, 1, 2, 3, 9], width=2, num_bins=5) == [0.4, 0.4, 0, 0, 0.2]
 
 
 @given(values=st.lists(st.floats(-1e9, 1e9), min_size=1))

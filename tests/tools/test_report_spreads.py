@@ -12,7 +12,6 @@ from report_page import FORBIDDEN, Page, a_sequence
 from cb_rollout.metrics.run_records import RunRecorder, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
 from cb_rollout.tools.report.page import (
-    MAX_PAGES_PER_STEP,
     MAX_SEQUENCES_PER_PAGE,
     MAX_STEPS_WITH_PAGES,
     MAX_TOKENS_ON_PAGES,
@@ -75,7 +74,6 @@ def test_each_figure_tells_the_numbers_of_the_records(tmp_path):
         ),
         "Staleness": lambda step: f"mean {compact(step / 4)} versions",
         "Routes": lambda step: f"{percent(step / 500)} of the choices",
-        "Policy versions": lambda step: f"versions {step} to {step + 1}",
         "Groups": lambda step: {
             1: "50% solved, 50% mixed, 0% unsolved",
             2: "33.3% solved, 33.3% mixed, 33.3% unsolved",
@@ -126,13 +124,13 @@ def test_rewards_that_are_not_there_are_read_back_and_left_out(tmp_path):
 def test_every_recorded_sequence_is_on_a_page_that_the_report_links(tmp_path):
     recorder = RunRecorder(tmp_path)
     picture = recorder.record_image(b"\x89PNG of a chart")
-    names = [f"{step}-{number}" for step in (1, 2) for number in range(MAX_SEQUENCES_PER_PAGE + 1)]
+    names = [f"{step}-{number}" for step in (1, 2) for number in range(MAX_SEQUENCES_PER_PAGE)]
     for name in sorted(names, key=lambda name: int(name.split("-")[1])):
         step = int(name[0])
         recorder.record_sequence(a_sequence(step, request_id=name, images=[picture]))
     html = write_report(tmp_path).read_text()
     links = re.findall(r'href="([^"]*)"', html)
-    assert len(links) == 4
+    assert len(links) == 2
     texts = [(tmp_path / link).read_text() for link in links]
     found = []
     for text in texts:
@@ -151,7 +149,7 @@ def test_an_earlier_reports_pages_are_gone(tmp_path):
     write_report(tmp_path)
     RunRecorder(tmp_path).record_sequence(a_sequence(2))
     write_report(tmp_path)
-    assert [path.name for path in (tmp_path / PAGES_DIR).iterdir()] == ["step_2_1.html"]
+    assert [path.name for path in (tmp_path / PAGES_DIR).iterdir()] == ["step_2.html"]
 
 
 def test_pages_are_bounded_and_their_steps_evenly_spread():
@@ -166,13 +164,14 @@ def test_pages_are_bounded_and_their_steps_evenly_spread():
     assert steps_with_pages({4: RecordedStep(1, MAX_TOKENS_ON_PAGES + 1)}) == [4]
 
 
-def test_a_step_of_very_many_sequences_has_a_bounded_number_of_pages(tmp_path):
+def test_a_step_of_very_many_sequences_has_the_first_of_them_on_its_page(tmp_path):
     recorder = RunRecorder(tmp_path)
-    num = MAX_SEQUENCES_PER_PAGE * MAX_PAGES_PER_STEP
+    num = MAX_SEQUENCES_PER_PAGE
     for _ in range(num + 5):
         recorder.record_sequence(a_sequence(3))
     html = write_report(tmp_path).read_text()
-    assert len(list((tmp_path / PAGES_DIR).iterdir())) == MAX_PAGES_PER_STEP
+    (page,) = (tmp_path / PAGES_DIR).iterdir()
+    assert f"Step 3, {num} of {num + 5} sequences" in Page(page.read_text()).text
     assert f"{num:,} of {num + 5:,} recorded sequences" in Page(html).text
 
 
@@ -222,7 +221,7 @@ addEventListener("load", () => {
 def test_a_browser_lays_out_reports_pages_and_comparisons(tmp_path, width, is_dark):
     folders = recorded(tmp_path / "first"), recorded(tmp_path / "second", shift=0.3)
     pages = [write_report(folders[0]), write_comparison(*folders)]
-    pages.append(folders[0] / PAGES_DIR / "step_1_1.html")
+    pages.append(folders[0] / PAGES_DIR / "step_1.html")
     for path in pages:
         facts = facts_in_browser(path, width, is_dark)
         scroll_width, inner_width, background, chart_width, path_width = facts.split("|")

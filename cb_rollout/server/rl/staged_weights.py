@@ -1,12 +1,11 @@
 """The tensors of one weight update, checked against the model and kept until they are written.
 
-Owns the checks: names, shapes, dtypes, checksums, and that nothing is missing. Reads safetensors
+Owns the checks: names, shapes, dtypes, and that nothing is missing. Reads safetensors
 only, never a pickle. Called on the thread of weight updates.
 """
 
 import copy
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -87,10 +86,7 @@ class StagedWeights:
             self._targets[name].copy_(tensor)
 
     def add_files(
-        self,
-        path: str,
-        sha256: Mapping[str, str] | None,
-        paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        self, path: str, paused: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
         """Stage the tensors of a safetensors file, or of a checkpoint's directory.
 
@@ -98,28 +94,19 @@ class StagedWeights:
 
         Args:
             path: of a file or a directory.
-            sha256: hexadecimal digests by file name; None: not checked.
             paused: keeps the process from computing while transformers loads, which changes the
                 default dtype.
 
         Raises:
-            WeightSyncError: a file is missing, cut off, or another one than its digest says; or a
-                tensor does not fit the model.
+            WeightSyncError: a file is missing or cut off, or a tensor does not fit the model.
         """
         with _files(path) as files:
-            states = [_state(file) for file in files]
-            if sha256 is not None:
-                _require_digests({file.name: file for file in files}, sha256)
             if self.needs_conversion(Path(path), files):
                 with paused():
                     self.add(self._converted(path))
             else:
                 for file in files:
                     self.add(_tensors(file))
-            if states != [_state(file) for file in files]:
-                raise WeightSyncError(
-                    f"{path!r} was written while it was read; send it again when it is whole."
-                )
 
     def needs_conversion(self, path: Path, files: Sequence[Path]) -> bool:
         """Return whether a checkpoint's directory has other names than the model."""
@@ -179,31 +166,3 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for name in opened.keys():  # noqa: SIM118  it is no dictionary
             # The file may be removed or written again before the update is.
             yield name, opened.get_tensor(name).clone()
-
-
-def _state(file: Path) -> tuple[int, int, int]:
-    """Return numbers of a file that change when it is written."""
-    status = file.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _require_digests(files: Mapping[str, Path], digests: Mapping[str, str]) -> None:
-    if unknown := sorted(digests.keys() - files.keys()):
-        raise WeightSyncError(f"sha256 names {unknown[0]!r}, which is not among the files.")
-    if unnamed := sorted(files.keys() - digests.keys()):
-        raise WeightSyncError(
-            f"sha256 names no digest of {unnamed[0]!r}; give one of every file, or no sha256."
-        )
-    for name, file in files.items():
-        with file.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        require_equal_digest(name, digest, digests[name])
-
-
-def require_equal_digest(name: str, digest: str, wanted: str) -> None:
-    """Raise `WeightSyncError` where two hexadecimal digests differ."""
-    if digest != wanted.lower():
-        raise WeightSyncError(
-            f"{name} has the checksum {digest[:12]}..., not {wanted[:12]}...; it was cut off or "
-            "changed, send it again."
-        )

@@ -5,7 +5,6 @@ Owns one group, apart from the process's own: rank 0 is the trainer, which also 
 Called on the thread of weight updates.
 """
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from cb_rollout.errors import WeightSyncError, error_text
-from cb_rollout.server.rl.staged_weights import require_equal_digest
 
 # The prefix of the group's keys in the store.
 PREFIX = "cb_rollout"
@@ -88,7 +86,7 @@ class WeightGroup:
             raise WeightSyncError(f"the broadcast was cut off ({error_text(error)}).") from error
 
     def receive(
-        self, tensors: Sequence[Described], buffer_bytes: int | None, sha256: str | None
+        self, tensors: Sequence[Described], buffer_bytes: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that the trainer broadcasts, in its order.
 
@@ -96,12 +94,10 @@ class WeightGroup:
             tensors: their descriptions.
             buffer_bytes: None: one broadcast a tensor; else vLLM's packing: a broadcast has the
                 next tensors, as bytes, up to the first with which it has more than this.
-            sha256: digest of all bytes in this order, checked after the last; None: not checked.
 
         Raises:
-            WeightSyncError: the broadcasts ended early, or the digest differs.
+            WeightSyncError: the broadcasts ended early.
         """
-        digest = hashlib.sha256()
         packed: list[Described] = []
         sizes: list[int] = []
         for number, tensor in enumerate(tensors, 1):
@@ -113,12 +109,8 @@ class WeightGroup:
                 continue
             buffer = torch.empty(sum(sizes), dtype=torch.uint8)
             self.broadcast(buffer.view(dtype) if buffer_bytes is None else buffer)
-            if sha256 is not None:
-                digest.update(buffer.numpy().data)
             for (name, dtype, shape), raw in zip(packed, buffer.split(sizes), strict=True):
                 # A view of another dtype must begin at a multiple of its size, which a copy does.
                 is_aligned = raw.storage_offset() % dtype.itemsize == 0
                 yield name, (raw if is_aligned else raw.clone()).view(dtype).view(shape)
             packed, sizes = [], []
-        if sha256 is not None:
-            require_equal_digest("what was received", digest.hexdigest(), sha256)

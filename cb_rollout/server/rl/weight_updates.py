@@ -122,8 +122,8 @@ class WeightUpdates:
         """Stage tensors, and return how many are staged by now."""
         with self._call(update_id) as update:
             if isinstance(info, FileUpdate):
-                files = info.weight_dir, info.sha256, self._manager.loop.paused
-                await self._run(update.staged.add_files, *files)
+                paused = self._manager.loop.paused
+                await self._run(update.staged.add_files, info.weight_dir, paused)
             else:
                 await self._run(self._receive, update.staged, info)
         return len(update.staged.tensors)
@@ -214,7 +214,7 @@ class WeightUpdates:
         group, init_info = self._group
         is_packed = init_info.packed if info.packed is None else info.packed
         buffer_bytes = init_info.packed_buffer_size_bytes if is_packed else None
-        staged.add(group.receive(tensors, buffer_bytes, info.sha256))
+        staged.add(group.receive(tensors, buffer_bytes))
 
     def _write(self, staged: StagedWeights, in_flight: InFlightName) -> SyncReport:
         with self._manager.paused(in_flight):

@@ -1,7 +1,6 @@
 """`cb-rollout doctor`: check a machine and a checkpoint, a line for each finding."""
 
 import argparse
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -30,10 +29,10 @@ def add_doctor(commands: Any) -> None:
         default=0.8,
         help="share of the free memory that the KV cache may take (0.8)",
     )
-    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
+    parser.set_run(_run)
 
 
-def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
@@ -43,7 +42,7 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
         given = {name: getattr(arguments, name) for name in options}
         findings = chain(findings, checkpoint_findings(arguments.model, **given))
     for finding in findings:
-        print(in_options(str(finding)), flush=True)
+        print(finding, flush=True)
         worst = max(worst, finding.level)
     print(f"\n{VERDICTS[worst]}")
     return EXIT_PARTLY if worst is Level.BAD else 0

@@ -1,7 +1,6 @@
 """`cb-rollout generate`: `generate_dataset` as a command, with an option for each setting."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields
@@ -47,25 +46,20 @@ def add_generate(commands: Any) -> None:
         "--overwrite", action="store_true", help="Start over, whatever the output holds."
     )
     parser.add_argument(
-        "--retry-failed",
-        action="store_true",
-        help="Generate again what the output holds as an error.",
-    )
-    parser.add_argument(
         "--no-progress-bar",
         dest="progress_bar",
         action="store_false",
         help="Write no progress to stderr.",
     )
     add_fields(parser, DatasetOptions)
-    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
+    parser.set_run(_run)
 
 
-def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.dataset import generate_dataset
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     report = generate_dataset(**options)
-    print(in_options(str(report)))
+    print(report)
     return EXIT_PARTLY if report.num_failed else 0

@@ -5,8 +5,6 @@ import dataclasses
 import gc
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -23,9 +21,6 @@ Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/completions, /v1
 
 # Every user of the machine can read a key given on the command line.
 KEY_VARIABLE = "CB_ROLLOUT_API_KEY"
-
-# Time between two updates of the status line.
-STATUS_SECONDS = 1.0
 
 
 def add_serve(commands: Any) -> None:
@@ -65,9 +60,6 @@ def add_serve(commands: Any) -> None:
         metavar="URL",
         help="Send traces and metrics to this OpenTelemetry collector (OTLP over HTTP).",
     )
-    parser.add_argument(
-        "--no-status", dest="status", action="store_false", help="Draw no line of live figures."
-    )
     parser.set_run(_run)
 
 
@@ -81,7 +73,6 @@ def _run(arguments: argparse.Namespace) -> int:
         training_reserve_gib=0,
     )
     # Imported late: torch and transformers take seconds to load.
-    from cb_rollout.metrics.exposition import LiveStatus
     from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
     from cb_rollout.rollout.generator import RolloutGenerator
 
@@ -95,19 +86,8 @@ def _run(arguments: argparse.Namespace) -> int:
             export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
         print(f"serving {options.model_name} at {server.base_url}", flush=True)
-        status = LiveStatus(generator.manager)
-        shows_status = arguments.status and sys.stderr.isatty()
-        next_status = time.monotonic()
-
-        def is_told_to_end() -> bool:
-            nonlocal next_status
-            if shows_status and time.monotonic() >= next_status:
-                next_status = time.monotonic() + STATUS_SECONDS
-                print(f"\r\x1b[K{status.line()}", end="", file=sys.stderr, flush=True)
-            return signals.num_caught > 0
-
         with _frozen_objects():
-            server.run(is_told_to_end)
+            server.run(lambda: signals.num_caught > 0)
             if not signals.num_caught:
                 raise RolloutError("the server ended by itself; its log says why.")
             # The first SIGTERM lets running requests finish; Ctrl-C and any second signal do not.

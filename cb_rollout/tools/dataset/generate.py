@@ -71,7 +71,7 @@ class DatasetReport:
         lines = [counts]
         if self.first_error is not None:
             lines.append(f"the first error: {self.first_error}")
-            lines.append("what failed stays so; retry_failed=True generates it again")
+            lines.append("what failed stays so, until its lines are removed from the output")
         if self.num_tokens:
             speed = f"{self.num_tokens / self.seconds:,.0f} tokens/s"
             lines.append(f"{self.num_tokens:,} tokens in {self.seconds:.1f} s, {speed}")
@@ -88,7 +88,6 @@ def generate_dataset(
     tokenizer: Any = None,
     evaluate: str | Scorer | None = None,
     overwrite: bool = False,
-    retry_failed: bool = False,
     progress_bar: bool = True,
     **options: Any,
 ) -> DatasetReport:
@@ -109,7 +108,6 @@ def generate_dataset(
         evaluate: function that scores a result, given its line as a dict, or its
             `module:function`.
         overwrite: discard the results in `output`.
-        retry_failed: generate again the sequences that `output` holds as errors.
         progress_bar: show sequences done, tokens per second and time left on stderr.
         **options: the fields of `DatasetOptions`.
 
@@ -119,7 +117,7 @@ def generate_dataset(
     Raises:
         ConfigurationError: an option, the model, the data set or the output cannot be used, or
             `evaluate` raised.
-        InvalidRequestError: rows cannot be used; nothing was generated.
+        InvalidRequestError: a row cannot be used; nothing was generated.
         KeyboardInterrupt: interrupted; its message says how many sequences are done.
     """
     chosen = DatasetOptions(**options)
@@ -131,7 +129,7 @@ def generate_dataset(
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
     _check_output(dataset, output)
     folder = Path(dataset).parent if Path(dataset).is_file() else Path()
-    found = survey(source, folder)
+    found = survey(source)
     scorer = load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
         if isinstance(model, torch.nn.Module):
@@ -140,7 +138,6 @@ def generate_dataset(
     encoder = RowEncoder(
         tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat, folder=folder
     )
-    encoder.check(found)
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
     settings = {
@@ -150,7 +147,7 @@ def generate_dataset(
         **chosen.shaping_results(),
         "evaluate": scorer and name_of(scorer),
     }
-    with ResultFile(output, settings, overwrite=overwrite, retry_failed=retry_failed) as results:
+    with ResultFile(output, settings, overwrite=overwrite) as results:
         num_resumed, started = results.num_done, time.perf_counter()
         num_tokens = 0
         num_wanted = found.num_rows * chosen.num_return_sequences

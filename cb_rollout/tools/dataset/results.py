@@ -7,7 +7,6 @@ are in a file beside it. One process at a time may write.
 
 import fcntl
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import (
     append_lines,
     json_line,
-    read_lines,
+    read_records,
     remove_half_line,
     write_whole,
 )
@@ -31,13 +30,11 @@ SETTINGS_SUFFIX = ".settings.json"
 # A killed process loses no written line; a power failure loses at most this much.
 SYNC_SECONDS = 1.0
 
-_LOGGER = logging.getLogger(__name__)
-
 
 class ResultFile:
     """A file of results, resumed after its last whole line, and the index of its sequences.
 
-    `overwrite` discards the results; `retry_failed` removes the errors.
+    `overwrite` discards the results.
 
     Raises:
         ConfigurationError: the file was started under other settings, does not hold results,
@@ -50,7 +47,6 @@ class ResultFile:
         settings: Mapping[str, Any],
         *,
         overwrite: bool = False,
-        retry_failed: bool = False,
     ) -> None:
         self.path = Path(path)
         self._settings_path = Path(f"{self.path}{SETTINGS_SUFFIX}")
@@ -63,12 +59,12 @@ class ResultFile:
         with self._writing():
             self._file = self._opened()
             try:
-                self._start(overwrite, retry_failed)
+                self._start(overwrite)
             except BaseException:
                 self._file.close()
                 raise
 
-    def _start(self, overwrite: bool, retry_failed: bool) -> None:
+    def _start(self, overwrite: bool) -> None:
         if overwrite:
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
@@ -76,9 +72,7 @@ class ResultFile:
             write_whole(self._settings_path, settings, survives_power_failure=True)
             return
         self._require_same_settings()
-        if retry_failed:
-            self._remove_failed()
-        for _, result in self._lines():
+        for result in self:
             self._index(result)
         remove_half_line(self.path)
         self._sync()
@@ -101,7 +95,7 @@ class ResultFile:
             self._sync()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (result for _, result in self._lines())
+        return read_records(self.path, _checked, "result")
 
     def __enter__(self) -> Self:
         return self
@@ -136,12 +130,9 @@ class ResultFile:
             raise ConfigurationError(
                 f"another process writes {self.path}; wait for it, or name another output."
             ) from error
-        except OSError as error:
-            _LOGGER.warning(
-                "%s is on a file system without locks (%s); let one process at a time write it",
-                self.path,
-                error.strerror,
-            )
+        except OSError:
+            # The file system has no locks.
+            pass
         return file
 
     def _require_same_settings(self) -> None:
@@ -161,22 +152,6 @@ class ResultFile:
         if changed:
             why = f"was started with other settings: {'; '.join(changed)}"
             raise ConfigurationError(f"{self.path} {why}. Resume with the same, {advice}.")
-
-    def _remove_failed(self) -> None:
-        """Remove the errors, replacing the file atomically."""
-        kept = Path(f"{self.path}.kept")
-        with kept.open("wb") as file:
-            for line, result in self._lines():
-                if "error" not in result:
-                    file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-        kept.replace(self.path)
-        self._file.close()
-        self._file = self._opened()
-
-    def _lines(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        return read_lines(self.path, _checked, "result")
 
     def _index(self, result: Mapping[str, Any]) -> None:
         row_id, sample = result["id"], result["sample"]

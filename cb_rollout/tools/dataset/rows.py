@@ -2,7 +2,7 @@
 
 A row has a prompt or messages, a unique id, and no key that results use. Its pictures are paths,
 relative to the folder of the input, or data URLs. Every row is checked before anything is
-generated; no pixels are decoded. Rows are read one at a time, and twice: `survey`, then `rows`.
+generated; pictures are opened later. Rows are read one at a time, and twice: `survey`, then `rows`.
 """
 
 import hashlib
@@ -10,9 +10,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.engine.images.processor import image_parts, is_chat, picture_of
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import Encoded, encoded
@@ -21,15 +20,14 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
 # Rows decoded together: a few megabytes of long chats.
 PARQUET_BATCH_ROWS = 256
-DATA_URL = "data:"
+
+# Beginnings of a picture's name that is no path.
+URLS = ("data:", "http:", "https:")
 
 # Keys that a result adds to its row.
 RESULT_KEYS = (
     "sample", "completion", "token_ids", "finish_reason", "logprobs", "error", "scores",
 )  # fmt: skip
-
-# Enough to see a pattern, few enough for an error message.
-PROBLEMS_SHOWN = 5
 
 RowId = int | str
 
@@ -127,67 +125,33 @@ class Row:
         """Return text, messages, or token ids."""
         return self.values["prompt"] if "prompt" in self.values else self.values["messages"]
 
-    @property
-    def is_chat(self) -> bool:
-        return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
 
-
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(NamedTuple):
     """Result of a pass over the input."""
 
     num_rows: int
     digest: str
-    """Changes when any row or picture changes, or their order."""
-    first_chat: str | None
-    """Label of the first row whose prompt is messages; None: none is."""
-    first_text: str | None
-    """Label of the first row whose prompt is text; None: none is."""
-    first_image: str | None
-    """Label of the first row with pictures; None: none has any."""
+    """Changes when any row changes, or their order; pictures are known by their names."""
 
 
-def survey(source: Source, folder: Path = Path()) -> Survey:
-    """Read every row once and check it; paths of pictures are relative to `folder`.
+def survey(source: Source) -> Survey:
+    """Read every row once and check it.
 
     Raises:
-        InvalidRequestError: some rows cannot be used; the first few are named with their reasons.
+        InvalidRequestError: a row cannot be used; the first is named with its reason.
     """
     digest = hashlib.sha256()
-    known_pictures: dict[str, str] = {}
-    seen: dict[RowId, str] = {}
-    problems: list[str] = []
-    num_rows = num_problems = 0
-    first: dict[Any, str] = {}
+    labels: dict[RowId, str] = {}
     for number, (label, value) in enumerate(source()):
-        num_rows += 1
-        problem = _problem_of(value) or _problem_of_images(value, folder)
-        if problem is None:
-            row = _row(number, label, value)
-            if row.id in seen:
-                problem = f"has the id {row.id!r} of {seen[row.id]}"
-            seen.setdefault(row.id, label)
-            names = list(_image_names(row.values))
-            pictures = _digests(names, folder, known_pictures)
-            digest.update(json.dumps([row.id, row.values, *pictures]).encode())
-            first.setdefault(Mapping if row.is_chat else type(row.prompt), label)
-            if names:
-                first.setdefault("image", label)
-        if problem is not None:
-            num_problems += 1
-            if len(problems) < PROBLEMS_SHOWN:
-                problems.append(f"{label} {problem}")
-    if problems:
-        rest = num_problems - len(problems)
-        raise InvalidRequestError(
-            f"{num_problems} of {num_rows} rows cannot be used: {'; '.join(problems)}"
-            f"{f'; and {rest} more' if rest else ''}. Nothing was generated."
-        )
-    if not num_rows:
+        if problem := _problem_of(value):
+            raise InvalidRequestError(f"{label} {problem}. Nothing was generated.")
+        row = _row(number, label, value)
+        if (other := labels.setdefault(row.id, label)) != label:
+            raise InvalidRequestError(f"{label} has the id {row.id!r} of {other}; rename one.")
+        digest.update(json.dumps([row.id, row.values]).encode())
+    if not labels:
         raise InvalidRequestError("the input has no rows.")
-    return Survey(
-        num_rows, digest.hexdigest(), first.get(Mapping), first.get(str), first.get("image")
-    )
+    return Survey(len(labels), digest.hexdigest())
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -222,7 +186,12 @@ def _problem_of(value: Any) -> str | None:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         return f"holds what JSON cannot ({error}); take it out"
-    return _problem_of_prompt(given[0], value[given[0]])
+    if problem := _problem_of_prompt(given[0], value[given[0]]):
+        return problem
+    if not isinstance(value.get("images"), list | None):
+        return "has images that are not a list"
+    others = [name for name in _image_names(value) if not isinstance(name, str)]
+    return f"has the image {others[0]!r:.80}, which is not a path" if others else None
 
 
 def _problem_of_prompt(name: str, prompt: Any) -> str | None:
@@ -246,33 +215,6 @@ def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
     yield from (name for part in _image_parts(row) if (name := picture_of(part)) is not None)
 
 
-def _problem_of_images(row: Mapping[str, Any], folder: Path) -> str | None:
-    """Return the reason why a row's pictures cannot be used; None: they can."""
-    images = row.get("images")
-    if images is not None and not isinstance(images, list):
-        return "has images that are not a list"
-    for name in _image_names(row):
-        if not isinstance(name, str):
-            return f"has the image {name!r:.80}, which is not a path"
-        if name.startswith(DATA_URL):
-            continue
-        if "://" in name:
-            return f"has the image {name!r:.80}, which is a URL; download it, and give its path"
-        if not (folder / name).is_file():
-            return f"has the image {name!r:.80}, which is not a file in {folder}"
-    return None
-
-
-def _digests(names: list[str], folder: Path, known: dict[str, str]) -> list[str]:
-    """Return the digest of each picture that is a file; `known`: those of earlier rows, by name."""
-    paths = [name for name in names if not name.startswith(DATA_URL)]
-    for name in paths:
-        if name not in known:
-            with (folder / name).open("rb") as file:
-                known[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return [known[name] for name in paths]
-
-
 def _image_parts(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for chat in (row.get("prompt"), row.get("messages")):
         if is_chat(chat):
@@ -292,40 +234,27 @@ class RowEncoder:
         self._tokenizer, self._system_prompt, self._chat = tokenizer, system_prompt, chat
         self._folder = folder
 
-    def check(self, survey: Survey) -> None:
-        """Raise `ConfigurationError` where prompts do not fit the tokenizer or the options."""
-        if self._system_prompt is not None and survey.first_text and not self._chat:
-            raise ConfigurationError(
-                f"{survey.first_text} is text, which cannot follow a system prompt; set chat to "
-                "make each text a chat, or leave system_prompt out."
-            )
-        first_chat = survey.first_chat or (survey.first_text if self._chat else None)
-        if first_chat and getattr(self._tokenizer, "chat_template", None) is None:
-            raise ConfigurationError(
-                f"{first_chat} is a chat, and the tokenizer has no chat template; give text as "
-                "prompt, or a model with a template."
-            )
-        if survey.first_image and not is_processor(self._tokenizer):
-            raise ConfigurationError(
-                f"{survey.first_image} has images, which take the processor of a model that reads "
-                "them; cb-rollout doctor MODEL says whether this one does."
-            )
-
     def encoded(self, row: Row) -> Encoded:
         """Return a row's prompt as an engine takes it.
 
         Raises:
-            InvalidRequestError: the chat template refuses the messages, or the processor a picture.
+            InvalidRequestError: the row does not fit the tokenizer or the options, or a picture
+                cannot be read.
         """
         prompt: Any = row.prompt
         # The pictures of a chat are its own, or the row's in their place.
         names = row.values.get("images") or _image_names(row.values)
-        images = [x if x.startswith(DATA_URL) else str(self._folder / x) for x in names]
+        images = [x if x.startswith(URLS) else str(self._folder / x) for x in names]
         if self._chat and isinstance(prompt, str):
             text = {"type": "text", "text": prompt}
             content = [*({"type": "image"} for _ in images), text] if images else prompt
             prompt = [{"role": "user", "content": content}]
-        if self._system_prompt is not None and (row.is_chat or self._chat):
+        if self._system_prompt is not None and isinstance(prompt, str):
+            raise InvalidRequestError(
+                "the prompt is text, which cannot follow a system prompt; set chat to make each "
+                "text a chat, or leave system_prompt out."
+            )
+        if self._system_prompt is not None and is_chat(prompt):
             if prompt[0]["role"] == "system":
                 raise InvalidRequestError(
                     "the chat has a system message of its own; take it out, or leave "

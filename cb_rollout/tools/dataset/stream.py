@@ -4,14 +4,12 @@ The calling thread encodes and submits; the manager's thread generates meanwhile
 """
 
 import hashlib
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.images.processor import ImagePrompt
-from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import InvalidRequestError
@@ -27,9 +25,6 @@ DEFAULT_NEW_TOKENS = 512
 
 # Longest wait for a completed sequence.
 POLL_SECONDS = 0.25
-
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class CompletedSequence(NamedTuple):
@@ -61,7 +56,6 @@ class CompletionStream:
         self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
         self._in_flight: dict[str, tuple[Row, int]] = {}
         self._output_queue = OutputQueue()
-        self._has_cut_default = False
 
     def completed(
         self, wanted: Iterator[tuple[Row, list[int]]]
@@ -101,24 +95,7 @@ class CompletionStream:
             requests = self._manager.create_requests([prompt], [params], members=samples)
         except InvalidRequestError as error:
             return [CompletedSequence(row, sample, None, str(error)) for sample in samples]
-        self._log_cut_default(row, requests[0])
         self._manager.submit(requests, self._output_queue)
         for request, sample in zip(requests, samples, strict=True):
             self._in_flight[request.request_id] = (row, sample)
         return []
-
-    def _log_cut_default(self, row: Row, request: Request) -> None:
-        """Log the first row that has no room for the default number of new tokens."""
-        if self._params.max_new_tokens is not None or self._has_cut_default:
-            return
-        if request.max_new_tokens < DEFAULT_NEW_TOKENS:
-            self._has_cut_default = True
-            _LOGGER.warning(
-                "%s gets at most %d new tokens, not %d: no more fit the model or the KV cache "
-                "after its prompt of %d; so do other rows. Set max_new_tokens to have long rows "
-                "refused instead.",
-                row.label,
-                request.max_new_tokens,
-                DEFAULT_NEW_TOKENS,
-                len(request.prompt_ids),
-            )

@@ -6,7 +6,6 @@ A figure whose records are missing is an empty string.
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import chain
-from statistics import median
 from typing import Any
 
 from cb_rollout.metrics.run_records import StepMetrics
@@ -15,11 +14,9 @@ from cb_rollout.tools.report.series import (
     Quantiles,
     RecordedStep,
     completion_lengths,
-    early_and_late,
     group_shares,
     quantiles,
     series,
-    shares_by_bin,
     smoothed,
     smoothing_window,
 )
@@ -30,7 +27,6 @@ from cb_rollout.tools.report.svg import (
     Point,
     compact,
     curve_chart,
-    histogram_chart,
     linear_axis,
     log_axis,
     percent,
@@ -50,9 +46,6 @@ MAX_DOTS = 30
 
 # A line of more points looks like a band, so its moving mean is drawn over it.
 MAX_JAGGED_POINTS = 300
-
-# Fine enough for the shape of a long tail; every bin holds equally many whole numbers.
-MAX_BINS = 32
 
 # Title, note, title for screen readers, and what follows a value.
 THROUGHPUT = ("Throughput", "sampled tokens per second of rollout", "Tokens per second", "tokens/s")
@@ -85,12 +78,10 @@ def figures_html(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedSte
             other=("entropy in the loss", series(metrics, "entropy")),
         ),
         _staleness_figure(metrics),
-        _versions_figure(steps),
         _curve_figure(metrics, "rollout/tokens_per_second", THROUGHPUT),
         _curve_figure(metrics, "rollout/step_share", SHARE, high=1, label=percent),
         _drift_figure(metrics),
         _curve_figure(metrics, "rollout/router_disagreement", ROUTES, label=percent),
-        _lengths_figure(metrics),
     )
     return "\n".join(filter(None, figures))
 
@@ -125,24 +116,6 @@ def _learning_figure(metrics: Sequence[StepMetrics]) -> str:
         bands=[Band(spans, "a")],
         keys=keys,
         style="wide",
-    )
-
-
-def _versions_figure(steps: Mapping[int, RecordedStep]) -> str:
-    """Draw the oldest and the newest policy version of each step's recorded tokens."""
-    oldest_newest = {step: x.versions for step, x in steps.items() if x.versions}
-    spans = [(step, float(low), float(high)) for step, (low, high) in oldest_newest.items()]
-    return steps_figure(
-        "Policy versions",
-        "oldest to newest of the recorded tokens",
-        [Curve([(step, newest) for step, _, newest in spans], "a")],
-        spoken=f"Policy versions over {len(spans)} steps",
-        tips=[
-            (step, f"step {step:,}: versions {low:,.0f} to {high:,.0f}")
-            for step, low, high in spans
-        ],
-        bands=[Band(spans, "a")],
-        num_ticks=4,
     )
 
 
@@ -285,32 +258,6 @@ def _drift_figure(metrics: Sequence[StepMetrics]) -> str:
     )
 
 
-def _lengths_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Draw histograms of the completion lengths of the first and the last third of the steps."""
-    lengths = completion_lengths(metrics)
-    if not lengths:
-        return ""
-    early, late = early_and_late(lengths)
-    longest = max(*early, *late, 0)
-    width = longest // MAX_BINS + 1
-    num_bins = longest // width + 1
-    named = [("raw", "early, ", early), ("a", "late, ", late)] if late else [("a", "", early)]
-    groups = [
-        (style, shares_by_bin(group, width=width, num_bins=num_bins)) for style, _, group in named
-    ]
-    chart = histogram_chart(
-        groups,
-        x=linear_axis([], low=0, high=num_bins * width, num_ticks=6, is_whole=True),
-        y=linear_axis(
-            [share for _, shares in groups for share in shares], low=0, num_ticks=4, label=percent
-        ),
-        title="Histogram of completion lengths in tokens",
-    )
-    keys = [(style, f"{name}median {median(group):,.0f}") for style, name, group in named]
-    note = "first against last third of the steps, tokens" if late else "tokens"
-    return _figure("Completion lengths", note, chart, keys)
-
-
 def steps_figure(
     title: str,
     note: str,
@@ -336,12 +283,6 @@ def steps_figure(
     x = linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
     y = y or linear_axis([value for _, *values in drawn for value in values], **axis)
     chart = curve_chart(curves, x=x, y=y, title=spoken, tips=tips, bands=bands)
-    return _figure(title, note, chart, keys, style)
-
-
-def _figure(
-    title: str, note: str, chart: str, keys: Sequence[tuple[str, str]], style: str = ""
-) -> str:
     legend = "".join(
         f'<span class="key {key_style}"><i></i>{escape(text)}</span>' for key_style, text in keys
     )

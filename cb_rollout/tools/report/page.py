@@ -1,11 +1,10 @@
 """Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
 Own the content and order of the page; a part without records is left out. The page holds a few
-sequences; those of every step are in files of their own, within bounds, linked from a table. No
-page fetches anything. Loads no torch.
+sequences; each step has a page of its own, within bounds, linked from a table. No page fetches
+anything. Loads no torch.
 """
 
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,11 +49,8 @@ PAGES_DIR = "report_pages"
 # The usual size of a group; three such steps load quickly on a phone.
 MAX_SEQUENCES_PER_STEP = 8
 
-# A page of so many completions, each cut as in the report, opens at once on a phone.
-MAX_SEQUENCES_PER_PAGE = 16
-
-# A step has its first 1,024 sequences on pages.
-MAX_PAGES_PER_STEP = 64
+# A page of so many completions, each cut as in the report, opens on a phone.
+MAX_SEQUENCES_PER_PAGE = 64
 
 # About 110 bytes of HTML a token: all pages together stay near 200 MB.
 MAX_TOKENS_ON_PAGES = 2_000_000
@@ -204,83 +200,62 @@ def steps_with_pages(steps: Mapping[int, RecordedStep]) -> list[int]:
 
 
 def write_pages(run_dir: Path, run: Run, steps: Mapping[int, RecordedStep], name: str) -> None:
-    """Write the pages of the chosen steps in place of those of an earlier report."""
+    """Write a page of each chosen step in place of those of an earlier report."""
     folder = run_dir / PAGES_DIR
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    chosen = set(steps_with_pages(steps))
-    left = {step: _num_on_pages(steps[step]) for step in chosen}
-    waiting: dict[int, list[SequenceRecord]] = {}
+    waiting: dict[int, list[SequenceRecord]] = {step: [] for step in steps_with_pages(steps)}
     # A step's records are adjacent but for evaluations, so that few steps wait at a time.
-    for record in iterate_rollouts(run_dir, run, chosen):
-        if not left[record.step]:
+    for record in iterate_rollouts(run_dir, run, waiting.keys()):
+        if (records := waiting.get(record.step)) is None:
             continue
-        page = waiting.setdefault(record.step, [])
-        page.append(record)
-        left[record.step] -= 1
-        if len(page) == MAX_SEQUENCES_PER_PAGE or not left[record.step]:
-            num_done = _num_on_pages(steps[record.step]) - left[record.step]
-            number = math.ceil(num_done / MAX_SEQUENCES_PER_PAGE)
-            content = _page_of_sequences(
-                name, run_dir, page, number, _num_pages(steps[record.step])
-            )
-            write_whole(folder / page_file(record.step, number), content.encode())
+        records.append(record)
+        if len(records) == _num_on_page(steps[record.step]):
+            content = _page_of_step(name, run_dir, records, steps[record.step])
+            write_whole(folder / page_file(record.step), content.encode())
             del waiting[record.step]
 
 
-def page_file(step: int, number: int) -> str:
-    """Return the name of a page; `number` counts a step's pages from 1."""
-    return f"step_{step}_{number}.html"
+def page_file(step: int) -> str:
+    """Return the name of a step's page."""
+    return f"step_{step}.html"
 
 
 def pages_table(steps: Mapping[int, RecordedStep]) -> str:
     """Return the table of the steps with pages, closed until it is asked for."""
     chosen = steps_with_pages(steps)
     rows = "".join(_steps_row(step, steps[step]) for step in chosen)
-    num = sum(_num_on_pages(steps[step]) for step in chosen)
+    num = sum(_num_on_page(steps[step]) for step in chosen)
     total = sum(found.num_sequences for found in steps.values())
     claim = f"All {num:,}" if num == total else f"{num:,} of {total:,}"
     return (
         f'<details class="pages"><summary>{claim} recorded sequences, by step</summary>'
         "<table><thead><tr><th>step</th><th>sequences</th><th>tokens</th><th>median reward</th>"
-        f"<th>pages</th></tr></thead><tbody>{rows}</tbody></table></details>"
+        f"</tr></thead><tbody>{rows}</tbody></table></details>"
     )
 
 
 def _steps_row(step: int, found: RecordedStep) -> str:
     reward = compact(quantiles(found.rewards).middle) if found.rewards else "&ndash;"
-    links = " ".join(
-        f'<a href="{PAGES_DIR}/{page_file(step, number)}">{number}</a>'
-        for number in range(1, _num_pages(found) + 1)
-    )
+    link = f'<a href="{PAGES_DIR}/{page_file(step)}">{step:,}</a>'
     return (
-        f"<tr><td>{step:,}</td><td>{found.num_sequences:,}</td><td>{found.num_tokens:,}</td>"
-        f"<td>{reward}</td><td>{links}</td></tr>"
+        f"<tr><td>{link}</td><td>{found.num_sequences:,}</td><td>{found.num_tokens:,}</td>"
+        f"<td>{reward}</td></tr>"
     )
 
 
-def _num_on_pages(found: RecordedStep) -> int:
-    return min(found.num_sequences, MAX_SEQUENCES_PER_PAGE * MAX_PAGES_PER_STEP)
+def _num_on_page(found: RecordedStep) -> int:
+    return min(found.num_sequences, MAX_SEQUENCES_PER_PAGE)
 
 
-def _num_pages(found: RecordedStep) -> int:
-    return math.ceil(_num_on_pages(found) / MAX_SEQUENCES_PER_PAGE)
-
-
-def _page_of_sequences(
-    name: str, run_dir: Path, records: Sequence[SequenceRecord], number: int, num_pages: int
+def _page_of_step(
+    name: str, run_dir: Path, records: Sequence[SequenceRecord], found: RecordedStep
 ) -> str:
-    step = records[0].step
-    links = "".join(
-        f' &middot; <a href="{page_file(step, other)}">{text}</a>'
-        for other, text in ((number - 1, "previous page"), (number + 1, "next page"))
-        if 1 <= other <= num_pages
-    )
     return html_page(
         name,
         f"""<header class="top">
-<p class="kicker">{visible_html(name)} &middot; <a href="../report.html">report</a>{links}</p>
-<h1>Step {step:,}, page {number:,} of {num_pages:,}</h1>
+<p class="kicker">{visible_html(name)} &middot; <a href="../report.html">report</a></p>
+<h1>Step {records[0].step:,}, {len(records):,} of {found.num_sequences:,} sequences</h1>
 </header>
 <section class="completions">{legend_html()}
 {sequences_html(records, partial(read_image, run_dir))}</section>""",

@@ -5,7 +5,6 @@ times (by a resumed run, say), the last metrics count. Every function is pure.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -49,8 +48,6 @@ class RecordedStep:
     rewards: list[float] = field(default_factory=list)
     surprises: list[float] = field(default_factory=list)
     """Minus the mean log-probability of each training sequence's sampled tokens, in nats."""
-    versions: list[int] = field(default_factory=list)
-    """Oldest and newest policy version of training tokens; empty: not recorded."""
 
     def add(self, sequence: SequenceRecord) -> None:
         self.num_sequences += 1
@@ -68,8 +65,6 @@ class RecordedStep:
         ]
         if finite:
             self.surprises.append(-sum(finite) / len(finite))
-        if versions := [*self.versions, *(version for version, _ in sequence.policy_versions)]:
-            self.versions = [min(versions), max(versions)]
 
 
 def recorded_steps(sequences: Iterable[SequenceRecord]) -> dict[int, RecordedStep]:
@@ -153,20 +148,3 @@ def completion_lengths(metrics: Sequence[StepMetrics]) -> dict[int, list[int]]:
         if record.mode == "train" and record.completion_lengths
     }
     return dict(sorted(lengths.items()))
-
-
-def early_and_late(lengths: dict[int, list[int]]) -> tuple[list[int], list[int]]:
-    """Return the lengths of the first and last third of the steps; a single step has no last."""
-    steps = list(lengths)
-    third = max(1, len(steps) // 3)
-    late = steps[-third:] if len(steps) > 1 else []
-    return (
-        [length for step in steps[:third] for length in lengths[step]],
-        [length for step in late for length in lengths[step]],
-    )
-
-
-def shares_by_bin(lengths: Sequence[int], *, width: int, num_bins: int) -> list[float]:
-    """Return the share of `lengths` in each bin of `width` whole numbers, from 0 on."""
-    counts = Counter(length // width for length in lengths)
-    return [counts[number] / len(lengths) for number in range(num_bins)]

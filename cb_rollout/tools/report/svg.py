@@ -1,4 +1,4 @@
-"""Charts as inline SVG: axes, lines, dots and histograms from plain numbers.
+"""Charts as inline SVG: axes, lines, bands and dots from plain numbers.
 
 Own the geometry; colours and fonts come from `report.css` through class names. A chart has no
 viewBox, so that it fills any width while text keeps its size: curves lie in a stretched inner
@@ -146,21 +146,6 @@ def curve_chart(
     paths += "".join(_path(curve, x, y) for curve in curves)
     dots = "".join(_dots(curve, x, y) for curve in curves)
     return _frame(_grid(x, y) + _stretched(paths) + dots + _tip_bands(tips, x), title)
-
-
-def histogram_chart(
-    groups: Sequence[tuple[str, Sequence[float]]], *, x: Axis, y: Axis, title: str
-) -> str:
-    """Draw histograms as stepped outlines; `groups`: style, and the share of each of equal bins."""
-    paths = []
-    for style, shares in groups:
-        width = (x.high - x.low) / len(shares)
-        points = [(x.low, 0.0)]
-        for number, share in enumerate(shares):
-            points += [(x.low + number * width, share), (x.low + (number + 1) * width, share)]
-        curve = Curve([*points, (x.high, 0.0)], style, is_filled=True)
-        paths.append(_path(curve, x, y))
-    return _frame(_grid(x, y) + _stretched("".join(paths)), title)
 
 
 def _frame(content: str, title: str) -> str:
