@@ -25,10 +25,22 @@ settings.register_profile("cb_rollout", deadline=None, derandomize=True)
 settings.load_profile("cb_rollout")
 
 
-def pytest_collection_finish():
-    """Leave modules out of garbage collection: every trainer collects."""
+def leave_modules_out_of_collections():
+    """Freeze all that is alive: every trainer collects, and would look at it each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish():
+    """Leave out what the tests' modules import."""
+    leave_modules_out_of_collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Leave out what the tests of a module have imported, once its fixtures are gone."""
+    if nextitem is not None and nextitem.path != item.path:
+        leave_modules_out_of_collections()
 
 
 def pytest_sessionfinish():

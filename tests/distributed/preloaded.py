@@ -8,7 +8,7 @@ import parity  # noqa: F401
 import peft  # noqa: F401
 import playback  # noqa: F401
 import tiny_trainer  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
 import torch.distributed.tensor  # noqa: F401
 
 import cb_rollout.integrations.trl.attachment  # noqa: F401

@@ -87,7 +87,8 @@ def run_processes(script: str, *arguments: str, num_processes: int = 2) -> list[
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = []
+        processes: list[BaseProcess] = []
+        logs = [folder / f"{rank}.log" for rank in range(num_processes)]
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
             for rank in range(num_processes):
@@ -98,7 +99,7 @@ def run_processes(script: str, *arguments: str, num_processes: int = 2) -> list[
                         [*arguments, str(folder / f"{rank}.json")],
                         environment={**os.environ, **shared, **own},
                         folder=folder,
-                        log=folder / f"{rank}.log",
+                        log=logs[rank],
                     )
                 )
             for process in processes:
@@ -108,8 +109,8 @@ def run_processes(script: str, *arguments: str, num_processes: int = 2) -> list[
                 process.kill()
                 process.join()
         said = [
-            f"rank {rank} ended with {process.exitcode}:\n{(folder / f'{rank}.log').read_text()}"
-            for rank, process in enumerate(processes)
+            f"rank {rank} ended with {process.exitcode}:\n{log.read_text() if log.exists() else ''}"
+            for rank, (process, log) in enumerate(zip(processes, logs, strict=True))
         ]
         assert all(process.exitcode == 0 for process in processes), "\n".join(said)
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_processes)]
