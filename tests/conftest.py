@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 # Set before any test imports transformers, datasets or wandb, which read them at import.
@@ -23,6 +24,19 @@ if not torch.cuda.is_available():
 # The same commit passes or fails everywhere, on slow machines too.
 settings.register_profile("cb_rollout", deadline=None, derandomize=True)
 settings.load_profile("cb_rollout")
+
+
+# A test here starts processes, or runs a real model: it lasts as long as so many others.
+LONG_TESTS = {"distributed": 10, "ray": 8, "real_weights": 15, "recipes": 8}
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Put the longest modules first: the short ones fill the gaps that workers have at the end."""
+    num_tests = Counter(item.path for item in items)
+    items.sort(
+        key=lambda item: -num_tests[item.path] * LONG_TESTS.get(item.path.parent.name, 1),
+    )
 
 
 def leave_modules_out_of_collections():
