@@ -17,6 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -42,15 +43,24 @@ def free_port() -> int:
 
 
 def run_script(
-    script: Path, arguments: list[str], environment: dict[str, str], folder: Path, log: Path
+    script: Path,
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    log: Path,
+    errors: Path | None = None,
 ) -> None:
     """Run a script as its own process does, with what it says in `log`."""
-    with log.open("w") as written:
-        for descriptor in (1, 2):
-            os.dup2(written.fileno(), descriptor)
+    with log.open("a") as written, (errors or log).open("a") as failed:
+        os.dup2(written.fileno(), 1)
+        os.dup2(failed.fileno(), 2)
     assert "preloaded" in sys.modules, "the server could not import what it was to"
     os.environ.clear()
     os.environ.update(environment)
+    # The server has read it already.
+    datasets.config.HF_DATASETS_CACHE = Path(
+        environment.get("HF_DATASETS_CACHE", datasets.config.HF_DATASETS_CACHE)
+    )
     os.chdir(folder)
     sys.path[:0] = [str(script.parent), *environment["PYTHONPATH"].split(os.pathsep)]
     sys.argv = [str(script), *arguments]
@@ -64,10 +74,8 @@ def script_process(script: Path, arguments: list[str], **settings: Any) -> BaseP
         # The server of Python 3.11 is not told this process's path.
         patch.setenv("PYTHONPATH", IMPORTABLE["PYTHONPATH"])
         forkserver.ensure_running()
-    process = SERVER.Process(
-        target=run_script,
-        kwargs={"script": script, "arguments": arguments, **settings},
-    )
+    settings |= {"script": script, "arguments": arguments}
+    process = SERVER.Process(target=run_script, kwargs=settings)
     process.start()
     return process
 

@@ -37,7 +37,7 @@ def share_of_vowels(completions, **_):
 
 @pytest.mark.parametrize(("bf16", "is_lora", "weight_sync"), CASES)
 def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
-    num_steps = 3 if (bf16, is_lora, weight_sync) == LONG else 1
+    num_steps = 2 if (bf16, is_lora, weight_sync) == LONG else 1
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
     trainer = GRPOTrainer(
         model=str(smollm2),
@@ -45,9 +45,9 @@ def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
         args=GRPOConfig(
             output_dir=str(tmp_path),
             max_steps=num_steps,
-            per_device_train_batch_size=16,
-            num_generations=8,
-            max_completion_length=24,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=16,
             logging_steps=1,
             report_to=[],
             use_cpu=True,
