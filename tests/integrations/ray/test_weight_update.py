@@ -143,6 +143,7 @@ def test_an_update_of_no_tensors_has_no_buffers():
     assert WeightUpdate(1, ()).num_bytes == 0
 
 
+@pytest.mark.slow
 def test_a_trainer_without_a_pool_needs_no_xxhash():
     script = (
         "import sys; sys.modules['xxhash'] = None; import cb_rollout.integrations.ray.weight_update"
