@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 # Set before any test imports transformers, datasets or wandb, which read them at import.
@@ -16,10 +17,13 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import pytest
 import torch
 from hypothesis import settings
+from triton_interpreter import remember_builtins
 
 # Triton's kernels run in its interpreter where there is no GPU; it is asked for before the import.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        remember_builtins()
 
 # The same commit passes or fails everywhere, on slow machines too.
 settings.register_profile("cb_rollout", deadline=None, derandomize=True)
