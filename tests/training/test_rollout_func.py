@@ -41,7 +41,7 @@ class LastWeights(TrainerCallback):
         self.policies.append(policy)
 
 
-@pytest.mark.parametrize("num_iterations", [1, 2])
+@pytest.mark.parametrize("num_iterations", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_it_samples_is_learned_as_trl_learns_what_it_generates(tmp_path, num_iterations):
     settings = {"num_iterations": num_iterations, "max_steps": 4}
     sampled, rollout = [], make_rollout_func()
