@@ -13,6 +13,8 @@ def remember_builtins() -> None:
     from triton import language
     from triton.runtime import interpreter
 
+    if [*inspect.signature(interpreter._patch_builtin).parameters] != ["pkg", "builder", "scope"]:
+        return
     builtins: dict[ModuleType | type, list[str]] = {}
 
     def patch_builtin(package: ModuleType | type, builder: Any, scope: Any) -> None:
