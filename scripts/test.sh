@@ -5,4 +5,6 @@ cd "$root"
 export HF_HUB_OFFLINE=1 WANDB_MODE=offline
 # The models are tiny: a process a core uses the cores better than threads do.
 export OMP_NUM_THREADS=1
-exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 20 "$@"
+# tests/conftest.py orders the files, the longest first.
+exec "$python" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+    --durations 20 "$@"

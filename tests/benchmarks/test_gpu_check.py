@@ -136,6 +136,7 @@ def test_a_part_that_fails_stops_no_other(check):
     assert outcomes(printed) == dict.fromkeys(PARTS, 0) | {"kernels": 3}
 
 
+@pytest.mark.slow
 def test_a_part_is_killed_at_its_budget_whatever_it_started_and_stops_no_other(check):
     status, printed, ran = check(SLOW="tests/gpu", GPU_CHECK_SECONDS="30")
     assert (status, len(ran)) == (1, 7)

@@ -41,6 +41,7 @@ def test_a_library_is_compiled_once_into_a_folder_of_the_user_alone(folder):
     assert not Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).exists()
 
 
+@pytest.mark.slow
 def test_a_graph_is_compiled_into_a_folder_of_the_user_alone(folder):
     module, _ = inductor.trace_graph(lambda values: (values * 3).sin(), torch.ones(5, 7))
     compiled = inductor.compile_graph(module.graph, {})

@@ -48,9 +48,10 @@ WAYS_OF_COPIES = (
         "hsdp",
     ),
 )
+# One for each way to split a layer; `pair` splits all of `TYPES`.
 TYPES_OF_COPIES = (
-    *("gemma2", "gemma3_text", "cohere2", "phi3", "gpt_oss", "mixtral", "qwen3_moe"),
-    *("deepseek_v3", "qwen3_5_text", "granitemoehybrid", "jamba"),
+    *("gemma3_text", "phi3", "gpt_oss", "qwen3_moe"),
+    *("deepseek_v3", "qwen3_5_text", "granitemoehybrid"),
 )
 
 
@@ -87,7 +88,7 @@ def test_pages_are_split_with_the_heads(pair, four):
 
 
 def test_random_calls_deliver_the_same_on_every_process():
-    ranks = run_processes("distributed/tensor_parallel_schedule.py", "100")
+    ranks = run_processes("distributed/tensor_parallel_schedule.py", "50")
     for rank in ranks:
         assert rank["delivered"] == ranks[0]["delivered"]
         assert rank["preemptions"] == ranks[0]["preemptions"] > 0

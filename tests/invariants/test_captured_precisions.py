@@ -20,7 +20,7 @@ from cb_rollout.engine.cuda_graphs import selection
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
 
-FAST = {"TRL's default precision", "a loop over experts"}
+FAST = {"a loop over experts"}
 
 
 @pytest.mark.parametrize(

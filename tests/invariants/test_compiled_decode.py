@@ -109,7 +109,11 @@ def accelerator():
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("is_first", [False, True], ids=["after attach", "before attach"])
+@pytest.mark.parametrize(
+    "is_first",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["after attach", "before attach"],
+)
 def test_a_model_that_accelerate_prepares_is_captured_once_and_gives_logits_in_its_dtype(
     is_first, quick, accelerator
 ):

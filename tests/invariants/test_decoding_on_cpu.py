@@ -47,7 +47,13 @@ def tokens_of(outputs):
     return [output.generated_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2", "mistral", "lfm2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3", "gpt2", "qwen3_moe"),
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mistral", "lfm2")),
+    ],
+)
 def test_every_path_gives_the_same_tokens(family, monkeypatch):
     model = tiny_model(family)
     gathered = BackendSelection(None, "for comparison")

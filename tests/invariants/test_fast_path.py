@@ -52,7 +52,7 @@ def assert_same(found, expected, tolerance=1e-5):
         assert ours == pytest.approx(theirs, abs=tolerance)
 
 
-@pytest.mark.parametrize("use_cuda_graph", [False, True])
+@pytest.mark.parametrize("use_cuda_graph", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tokens_and_log_probabilities_are_those_of_the_gathered_path(use_cuda_graph, monkeypatch):
     """Groups that share a prompt, greedy and sampled, that end one by one."""
     model = tiny_model("qwen3", **SMALL)
@@ -102,8 +102,8 @@ def test_truncated_rows_are_sampled_inside_the_graph(asked, fast, monkeypatch):
 @pytest.mark.parametrize(
     "asked",
     [
-        {"no_repeat_ngram_size": 1},
-        {"repetition_penalty": 1.5, "logit_bias": {4: 3.0}},
+        pytest.param({"no_repeat_ngram_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"repetition_penalty": 1.5, "logit_bias": {4: 3.0}}, marks=pytest.mark.slow),
         {"top_k": 5, "frequency_penalty": 0.5},
         pytest.param({"top_p": 0.7, "min_new_tokens": 2}, marks=pytest.mark.slow),
         pytest.param({"typical_p": 0.7}, marks=pytest.mark.slow),
@@ -223,7 +223,13 @@ def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
     assert num_ahead[0] == 0 < num_ahead[1]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("none left"), ValueError("refused")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("none left"),
+        pytest.param(ValueError("refused"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_ahead_that_fails_takes_nothing_from_the_one_before(error, fast, monkeypatch):
     model = tiny_model("qwen3", **SMALL)
     request = request_of(SHORT, max_new_tokens=6)

@@ -27,7 +27,13 @@ def largest_difference(outputs, others):
     return max(abs(x - y) for o, p in pairs for x, y in zip(o.logprobs, p.logprobs, strict=True))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "deepseek_v3", "bloom"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        *(pytest.param(f, marks=pytest.mark.slow) for f in ("mistral", "deepseek_v3", "bloom")),
+    ],
+)
 def test_preempted_sequences_resume_from_offloaded_keys_with_the_same_tokens(family):
     model = tiny_model(family)
     plenty, _ = rollout(model)

@@ -187,6 +187,7 @@ def rollout_of_eight(model, prompts, num_tokens, **asked):
         return [output.generated_tokens for output in outputs], generator.manager.counters
 
 
+@pytest.mark.slow
 def test_eight_rows_launch_ahead_where_nothing_is_drafted(device, monkeypatch):
     with device:
         steps = recorded_steps(monkeypatch)

@@ -1,6 +1,7 @@
 """Sampling settings mean what they mean in transformers' `generate`; a fault stays with its own."""
 
 import random
+from functools import cache
 
 import numpy as np
 import pytest
@@ -50,6 +51,9 @@ def prompts(*lengths, seed=0, vocab_size=256):
     return [[draws.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
+FOUR_PROMPTS = prompts(1, 4, 17, 33)
+
+
 def generated(model, prompt, **settings):
     """What transformers' own `generate` makes, greedily."""
     ids = torch.tensor([prompt])
@@ -57,23 +61,28 @@ def generated(model, prompt, **settings):
     return output[0, len(prompt) :].tolist()
 
 
+@cache
+def generated_freely(family):
+    """What `generate` makes of `FOUR_PROMPTS` under no setting."""
+    model, config = tiny_model(family), GenerationConfig(max_new_tokens=24, eos_token_id=EOS)
+    return [generated(model, prompt, generation_config=config) for prompt in FOUR_PROMPTS]
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "lfm2"])
 def test_greedy_tokens_under_a_setting_are_those_of_generate(family, setting):
     model = tiny_model(family)
-    inputs = prompts(1, 4, 17, 33)
     config = GenerationConfig(max_new_tokens=24, eos_token_id=EOS, **SETTINGS[setting])
     with RolloutGenerator(model, generation_config=config) as generator:
-        outputs = list(generator.generate_batch(inputs).values())
-    plain = GenerationConfig(max_new_tokens=24, eos_token_id=EOS)
-    for prompt, output in zip(inputs, outputs, strict=True):
+        outputs = list(generator.generate_batch(FOUR_PROMPTS).values())
+    for prompt, output in zip(FOUR_PROMPTS, outputs, strict=True):
         assert output.generated_tokens == generated(model, prompt, generation_config=config)
         policy = plain_logprobs(model, prompt, output.generated_tokens)
         assert output.logprobs == pytest.approx(policy, abs=TOLERANCE)
     if setting not in ("min_new_tokens", "min_length"):
         assert any(
-            o.generated_tokens != generated(model, p, generation_config=plain)
-            for p, o in zip(inputs, outputs, strict=True)
+            output.generated_tokens != free
+            for output, free in zip(outputs, generated_freely(family), strict=True)
         ), "the setting changed nothing"
 
 

@@ -13,7 +13,7 @@ from served import TIMEOUT_SECONDS, idle, served
 from cb_rollout import RolloutConfig
 
 # For each path and mode.
-MAX_EXAMPLES = int(25 * float(os.environ.get("CB_ROLLOUT_FUZZ_SECONDS", "20")) / 20)
+MAX_EXAMPLES = int(1.5 * float(os.environ.get("CB_ROLLOUT_FUZZ_SECONDS", "8")))
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Bytes that are no requests, or nearly: the process, the engine and a rollout beside it go on.
 
-`CB_ROLLOUT_FUZZ_SECONDS` is the time of each test (20), `CB_ROLLOUT_FUZZ_SEED` the seed (0).
+`CB_ROLLOUT_FUZZ_SECONDS` is the time of each test (8), `CB_ROLLOUT_FUZZ_SEED` the seed (0).
 """
 
 import json
@@ -17,7 +17,7 @@ from served import TIMEOUT_SECONDS, idle, served
 
 from cb_rollout import RolloutConfig, SamplingParams
 
-SECONDS = float(os.environ.get("CB_ROLLOUT_FUZZ_SECONDS", "20"))
+SECONDS = float(os.environ.get("CB_ROLLOUT_FUZZ_SECONDS", "8"))
 SEED = int(os.environ.get("CB_ROLLOUT_FUZZ_SEED", "0"))
 
 # Most requests of each test, whatever its time.

@@ -14,17 +14,14 @@ from measure_agreement import QUESTIONS
 
 pytestmark = pytest.mark.slow
 
+# "auto" copies under autocast, and shares the module in float32. Each precision trains the whole
+# model and adapters, from either place of the weights.
 CASES = [
-    pytest.param(
-        bf16, is_lora, weight_sync, id=f"{name}-{'lora' if is_lora else 'full'}-{weight_sync}"
-    )
-    # "auto" copies under autocast, and shares the module in float32.
-    for name, bf16, weight_syncs in (
-        ("bf16", True, ("auto", "shared")),
-        ("float32", False, ("auto", "copy")),
-    )
-    for is_lora in (False, True)
-    for weight_sync in weight_syncs
+    pytest.param(True, False, "auto", id="bf16-full-auto"),
+    pytest.param(True, True, "auto", id="bf16-lora-auto"),
+    pytest.param(True, True, "shared", id="bf16-lora-shared"),
+    pytest.param(False, True, "auto", id="float32-lora-auto"),
+    pytest.param(False, False, "copy", id="float32-full-copy"),
 ]
 # TRL's own defaults, full fine-tuning in bf16, train for longer.
 LONG = (True, False, "auto")
@@ -37,7 +34,7 @@ def share_of_vowels(completions, **_):
 
 @pytest.mark.parametrize(("bf16", "is_lora", "weight_sync"), CASES)
 def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
-    num_steps = 3 if (bf16, is_lora, weight_sync) == LONG else 1
+    num_steps = 2 if (bf16, is_lora, weight_sync) == LONG else 1
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in QUESTIONS]
     trainer = GRPOTrainer(
         model=str(smollm2),
@@ -45,9 +42,9 @@ def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
         args=GRPOConfig(
             output_dir=str(tmp_path),
             max_steps=num_steps,
-            per_device_train_batch_size=16,
-            num_generations=8,
-            max_completion_length=24,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=16,
             logging_steps=1,
             report_to=[],
             use_cpu=True,

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
+
+from processes import IMPORTABLE, script_process
 
 # A run that hangs is killed and fails the test.
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -15,11 +18,18 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes")
 
 
 def run_recipe(
-    name: str, *arguments: Any, launcher: tuple[str, ...] = (), **environment: str
+    name: str, *arguments: Any, launcher: tuple[str, ...] | None = None, **environment: str
 ) -> str:
-    """Run a recipe and return its output; a failure shows the end of its stderr."""
+    """Run a recipe and return its output; a failure shows the end of its stderr.
+
+    Without a launcher it runs in a process that has the libraries imported; with one, which may be
+    empty, in an interpreter of its own.
+    """
+    script, words = RECIPES / f"{name}.py", list(map(str, arguments))
+    if launcher is None:
+        return run_forked(script, words, os.environ | IMPORTABLE | environment)
     done = subprocess.run(
-        [sys.executable, *launcher, str(RECIPES / f"{name}.py"), *map(str, arguments)],
+        [sys.executable, *launcher, str(script), *words],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -28,6 +38,20 @@ def run_recipe(
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def run_forked(script: Path, arguments: list[str], environment: dict[str, str]) -> str:
+    """Run a script in a process of `processes` and return its output."""
+    with tempfile.TemporaryDirectory() as name:
+        output, errors = Path(name) / "output", Path(name) / "errors"
+        process = script_process(
+            script, arguments, environment=environment, folder=Path.cwd(), log=output, errors=errors
+        )
+        process.join(TIMEOUT_SECONDS)
+        process.kill()
+        process.join()
+        assert process.exitcode == 0, errors.read_text()[-3000:]
+        return output.read_text()
 
 
 def write_questions(path: Path) -> Path:

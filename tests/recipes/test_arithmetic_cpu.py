@@ -85,7 +85,9 @@ def test_its_model_decodes_from_a_trace(monkeypatch):
 def test_two_steps_end_with_the_table_and_a_report(tmp_path):
     options = ("--warmup-steps", 5, "--max-steps", 2, "--num-held-out", 20)
     environment = {"PYTHONWARNINGS": "error::FutureWarning"}
-    printed = run_recipe("arithmetic_cpu", *options, "--output-dir", tmp_path, **environment)
+    printed = run_recipe(
+        "arithmetic_cpu", *options, "--output-dir", tmp_path, launcher=(), **environment
+    )
     assert re.search(
         r"^largest \|log-probability difference\| \d\.\de-\d\d$", printed, re.MULTILINE
     )

@@ -44,14 +44,6 @@ def test_the_accelerate_loop_is_the_bare_loop_plus_accelerate():
     assert len(changes) <= MOST_LINES_OF_ACCELERATE, "\n".join(changes)
 
 
-@pytest.mark.slow
-def test_a_trainer_with_a_pool_runs_two_steps_and_ends_with_its_accuracy(tmp_path):
-    pytest.importorskip("ray")
-    few = ("--warmup-steps", 2, "--max-steps", 2, "--num-held-out", 8)
-    printed = run_recipe("pool_ray", *few, "--output-dir", tmp_path, OMP_NUM_THREADS="1")
-    assert LAST_LINE.fullmatch(printed.strip().splitlines()[-1]), printed
-
-
 @pytest.mark.parametrize(
     ("completion", "wanted"),
     [("7*2=14-5=9.", 1.0), ("7*2=14-5=9", 0.0), ("7*2=14.", 0.0), ("9.", 0.0), ("", 0.0)],

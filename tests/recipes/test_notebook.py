@@ -6,7 +6,8 @@ from launching import RECIPES
 nbformat = pytest.importorskip("nbformat", reason="needs `pip install nbformat nbclient ipykernel`")
 
 # As papermill does it, a cell behind the one tagged "parameters" sets other values.
-TWO_STEPS = "MAX_STEPS, BATCH_SIZE, NUM_HELD_OUT = 2, 8, 4"
+TWO_STEPS = "MAX_STEPS, BATCH_SIZE, NUM_HELD_OUT = 2, 8, 2"
+LENGTH, SHORTER = "max_completion_length=48", "max_completion_length=16"
 
 
 @pytest.fixture
@@ -37,6 +38,8 @@ def test_two_steps_in_a_kernel_show_the_rewards_and_the_report(
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
     (at,) = [i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", ())]
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(TWO_STEPS))
+    (train,) = [cell for cell in code_cells(notebook) if LENGTH in cell.source]
+    train.source = train.source.replace(LENGTH, SHORTER)
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
     outputs = {cell.id: cell.outputs for cell in code_cells(notebook)}

@@ -1,7 +1,7 @@
 """The recipes of trainers beside GRPO: two steps on tiny checkpoints."""
 
 import pytest
-from launching import ACCELERATE, run_recipe, write_questions
+from launching import run_recipe, write_questions
 from tiny import save_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -20,6 +20,5 @@ def test_two_steps_on_a_local_checkpoint(name, has_teacher, printed, tmp_path):
         *("--model", folder, "--dataset", questions, "--output-dir", tmp_path / "run"),
         *("--max-steps", 2, "--batch-size", 4, *sizes, 8),
         *(("--teacher", folder) if has_teacher else ()),
-        launcher=(*ACCELERATE, "1"),
     )
     assert printed in output.splitlines()[-1]

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import shapes_grpo as recipe
-from launching import ACCELERATE, run_recipe
+from launching import run_recipe
 from tiny_vision import tiny_vision_model
 
 
@@ -39,7 +39,6 @@ def test_two_steps_on_a_local_checkpoint(tmp_path):
         *("--model", tmp_path / "model", "--output-dir", tmp_path / "run", "--max-steps", 2),
         *("--num-pictures", 8, "--batch-size", 8, "--num-generations", 4),
         *("--max-completion-length", 8),
-        launcher=(*ACCELERATE, "1"),
         HF_DATASETS_CACHE=str(tmp_path / "cache"),
     )
     report = tmp_path / "run" / "cb_rollout" / "report.html"

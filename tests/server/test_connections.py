@@ -139,7 +139,8 @@ with served(max_connections=int(sys.argv[1])) as (generator, server):
 """
 
 
-@pytest.mark.parametrize("most", [pytest.param("100", marks=pytest.mark.slow), "20"])
+@pytest.mark.slow
+@pytest.mark.parametrize("most", ["100", "20"])
 def test_half_sent_requests_leave_the_engine_its_files(most):
     command = [sys.executable, "-c", SERVER, most]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -197,6 +197,7 @@ def test_an_environment_in_which_a_call_still_runs_is_not_used_again(
     assert any(environment.num_resets > 1 for environment in Stuck.made)
 
 
+@pytest.mark.slow
 def test_conversations_that_all_hang_are_reported(checkpoint, tmp_path, monkeypatch):  # noqa: F811
     released = threading.Event()
 

@@ -22,7 +22,9 @@ def trained(path, **settings) -> tuple[object, dict[str, torch.Tensor]]:
     return trainer, {name: p.detach() for name, p in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("loss_forward", ["trainer", "packed"])
+@pytest.mark.parametrize(
+    "loss_forward", [pytest.param("trainer", marks=pytest.mark.slow), "packed"]
+)
 def test_sampled_logprobs_equal_the_trainers_in_every_bit(tmp_path, loss_forward):
     trainer, weights = trained(tmp_path / "first", loss_forward=loss_forward)
     assert logged(trainer, "sampling/sampling_logp_difference/max") == [0.0, 0.0]

@@ -15,6 +15,8 @@ TESTS = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120
 
 REWARD_RAISES = """
+from tiny_trainer import tiny_trainer
+
 def reward(completions, **_):
     raise ValueError("the reward function broke")
 
@@ -51,7 +53,6 @@ PREAMBLE = """
 import sys
 import cb_rollout
 from tiny import tiny_model
-from tiny_trainer import tiny_trainer
 """
 
 

@@ -45,9 +45,9 @@ pads_gemma3 = pytest.mark.filterwarnings("ignore:loss_forward='packed'. prompts 
     ("model_type", "columns", "is_rloo"),
     [
         ("qwen2_5_vl", "image", False),
-        pytest.param("gemma3", "image", False, marks=pads_gemma3),
+        pytest.param("gemma3", "image", False, marks=(pads_gemma3, pytest.mark.slow)),
         ("llava", "image", True),
-        ("qwen2_5_vl", "images", False),
+        pytest.param("qwen2_5_vl", "images", False, marks=pytest.mark.slow),
     ],
 )
 def test_sampled_log_probabilities_are_those_of_the_trainers_own_forward(
@@ -98,9 +98,9 @@ def test_a_repeated_prompt_is_encoded_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("model_type", "columns", "settings"),
     [
-        ("qwen2_5_vl", "image", {}),
+        pytest.param("qwen2_5_vl", "image", {}, marks=pytest.mark.slow),
         ("qwen2_5_vl", "images", {"beta": 0.1, "peft_config": LORA}),
-        ("qwen2_5_vl", "images", TWO_GROUPS),
+        pytest.param("qwen2_5_vl", "images", TWO_GROUPS, marks=pytest.mark.slow),
         pytest.param("gemma3", "image", TWO_GROUPS, marks=(pads_gemma3, pytest.mark.slow)),
         ("llava", "image", TWO_GROUPS),
         pytest.param("idefics3", "image", TWO_GROUPS, marks=pytest.mark.slow),
@@ -331,8 +331,8 @@ def tool_trainer(tmp_path, monkeypatch, model_type, image_token, columns, **sett
     ("model_type", "image_token", "columns"),
     [
         ("qwen2_5_vl", "<|image_pad|>", "image"),
-        ("qwen2_5_vl", "<|image_pad|>", "none"),
-        ("llava", "<image>", "images"),
+        pytest.param("qwen2_5_vl", "<|image_pad|>", "none", marks=pytest.mark.slow),
+        pytest.param("llava", "<image>", "images", marks=pytest.mark.slow),
     ],
 )
 def test_images_of_tools_are_learned_from_as_on_trls_path(

@@ -34,9 +34,19 @@ LORA = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     ("config", "settings"),
     [
         ({}, {"steps_per_generation": 2}),
-        ({"loss_forward": "trainer"}, {"steps_per_generation": 2}),
-        ({}, {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}),
-        ({}, {"beta": 0.1, "trainer_arguments": {"peft_config": LORA}}),
+        pytest.param(
+            {"loss_forward": "trainer"}, {"steps_per_generation": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {},
+            {"trainer_class": RLOOTrainer, "config_class": RLOOConfig},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {},
+            {"beta": 0.1, "trainer_arguments": {"peft_config": LORA}},
+            marks=pytest.mark.slow,
+        ),
         ({"sampling_mask": "replay"}, {"top_k": 20}),
     ],
     ids=["packed", "padded", "rloo", "adapters", "masks"],

@@ -66,7 +66,7 @@ def test_the_kept_sets_are_those_of_the_sampling_when_the_weights_have_moved(tmp
     assert trainer.state.global_step == 4
 
 
-@pytest.mark.parametrize("trainer_class", ["grpo", "rloo"])
+@pytest.mark.parametrize("trainer_class", ["grpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_replay_and_sampled_old_log_probabilities_go_together(tmp_path, trainer_class):
     classes = {}
     if trainer_class == "rloo":

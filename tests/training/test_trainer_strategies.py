@@ -121,7 +121,7 @@ def test_over_sampling_keeps_what_is_complete_first_and_counts_the_rest(tmp_path
     assert sum(logged(trainer, "rollout/tokens_discarded")) == stats.tokens_discarded
 
 
-@pytest.mark.parametrize("old_logps", ["auto", "rollout"])
+@pytest.mark.parametrize("old_logps", ["auto", pytest.param("rollout", marks=pytest.mark.slow)])
 def test_partial_rollouts_carry_tokens_with_the_versions_they_were_sampled_under(
     tmp_path, old_logps
 ):

@@ -40,9 +40,14 @@ def trained_as_trl_would(output_dir, turns, **settings):
     return trainer, record
 
 
-@pytest.mark.parametrize("old_logps", ["trainer", "rollout"])
 @pytest.mark.parametrize(
-    "end", [{"stop_strings": ["7"]}, {"eos_token_id": [EOS, SEVEN]}], ids=["string", "token"]
+    ("end", "old_logps"),
+    [
+        ({"stop_strings": ["7"]}, "trainer"),
+        ({"eos_token_id": [EOS, SEVEN]}, "rollout"),
+        pytest.param({"stop_strings": ["7"]}, "rollout", marks=pytest.mark.slow),
+        pytest.param({"eos_token_id": [EOS, SEVEN]}, "trainer", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_stop_string_or_another_token_ended_is_not_left_out(tmp_path, end, old_logps):
     settings = {"generation_kwargs": end, "num_iterations": 2, "max_steps": 4}

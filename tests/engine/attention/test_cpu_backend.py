@@ -84,7 +84,7 @@ class Rows:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 10_000))
 def test_every_row_attends_over_its_own_keys(shape, dtype, data, seed):
     torch.manual_seed(seed)

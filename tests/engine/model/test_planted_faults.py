@@ -50,7 +50,7 @@ def test_planted_faults_are_found_in_real_weights_under_autocast(smollm2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "num_seeds"), [("llama", 200), ("lfm2", 40), ("qwen3_moe", 40)])
+@pytest.mark.parametrize(("family", "num_seeds"), [("llama", 60), ("lfm2", 20), ("qwen3_moe", 20)])
 def test_no_right_engine_is_refused_over_many_seeds(family, num_seeds):
     """In bfloat16, whose rows are compared in float32 too."""
     layouts = set()
