@@ -96,10 +96,3 @@ class ReleaseCache(StrEnum):
     BETWEEN_STEPS = "between_steps"
     WITH_WEIGHTS = "with_weights"
     NEVER = "never"
-
-
-class KvDtype(StrEnum):
-    """Dtype of cached keys and values."""
-
-    AUTO = "auto"
-    FLOAT8_E4M3FN = "float8_e4m3fn"

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import weight_writes
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
@@ -28,11 +28,10 @@ from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.kv_cache.sizing import (
     gathered_bytes_per_token,
-    page_layout,
     require_room,
     workspace_bytes_per_request,
 )
-from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
+from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
@@ -106,9 +105,8 @@ class Engine:
         self._proposer = NgramProposer(max_tokens, never_sampled, kind)
         with devices.plain_modes(), self._computing():
             self._probe()
-        saver = create_saver(self.device)
         self._storage = CacheStorage(
-            self.layout, self.limits, self.memory_plan, self.device, saver, self._all_reduce_min
+            self.layout, self.limits, self.memory_plan, self.device, self._all_reduce_min
         )
         offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
         if offload_bytes:
@@ -138,9 +136,9 @@ class Engine:
         devices.require_unmoved(self.model, self.device)
         identity = self._runner.forward_identity
         self._runner.recorder = None
-        self.layout = check_model(
-            self._runner, partial(page_layout, config=self.config, device=self.device)
-        )
+        self.layout = check_model(self._runner)
+        if self.config.cpu_offload_gib and self.layout.is_recurrent:
+            raise refused("offload, recurrent", value=self.config.cpu_offload_gib)
         if self.config.router_replay:
             self.layout = replace(self.layout, routes=self._runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
