@@ -66,9 +66,6 @@ COMBINATIONS = {
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
         "log-probabilities and rewards from that; leave it False, or take stop_strings and "
         "eos_token_id out of generation_kwargs."),
-    "offload, recurrent": Combination("`cpu_offload_gib`", "a model with recurrent states",
-        "cpu_offload_gib={value}: this model keeps recurrent states, which cannot be continued "
-        "from kept keys; leave it at 0."),
     "pool, images": Combination("`RolloutPool`", "images",
         "a pool samples prompts without images; use a RolloutGenerator for these."),
     "pool, sharded module": Combination("`RolloutPool.sync_weights(model)`", "FSDP or ZeRO-3",

@@ -58,7 +58,7 @@ class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.
 
     The names of transformers' `ContinuousBatchingConfig` are taken too: `page_size` is
-    `block_size`, `cpu_offload_space` is `cpu_offload_gib`.
+    `block_size`.
 
     Raises:
         ConfigurationError: a field is unknown, out of range, or cannot be honoured; the message
@@ -319,12 +319,6 @@ class RolloutConfig:
         "GiB that training will still allocate, kept out of the KV budget; auto: estimated.",
         amount("GiB", "auto"),
         cost="Set it where the estimate is wrong: another optimizer, long activations.",
-    )
-    cpu_offload_gib: float = setting(
-        0.0,
-        "GiB of system memory for the keys of preempted sequences; 0: they are recomputed.",
-        amount("GiB", 0.0),
-        cost="Set it on a GPU where rollout/preemptions is high; on a CPU raise num_blocks.",
     )
     encoder_cache_gib: float = setting(
         0.25,

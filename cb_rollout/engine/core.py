@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import weight_writes
-from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
@@ -25,7 +24,6 @@ from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.images.check import check_images
 from cb_rollout.engine.images.encoder_cache import EncoderCache
 from cb_rollout.engine.images.prompt_images import PromptImages
-from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.kv_cache.sizing import (
     gathered_bytes_per_token,
     require_room,
@@ -108,12 +106,9 @@ class Engine:
         self._storage = CacheStorage(
             self.layout, self.limits, self.memory_plan, self.device, self._all_reduce_min
         )
-        offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
-        if offload_bytes:
-            offloader = KVOffloader(self._storage, config.block_size, offload_bytes)
         policy = create_policy(config.scheduler_type)
         self._scheduler = Scheduler(
-            self.limits, self.counters, self._grow, policy, offloader, self._record_routes
+            self.limits, self.counters, self._grow, policy, self._record_routes
         )
         self._executor = StepExecutor(
             self._runner,
@@ -137,8 +132,6 @@ class Engine:
         identity = self._runner.forward_identity
         self._runner.recorder = None
         self.layout = check_model(self._runner)
-        if self.config.cpu_offload_gib and self.layout.is_recurrent:
-            raise refused("offload, recurrent", value=self.config.cpu_offload_gib)
         if self.config.router_replay:
             self.layout = replace(self.layout, routes=self._runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
