@@ -11,17 +11,6 @@ class SchedulerType(StrEnum):
     LONGEST_FIRST = "longest_first"
 
 
-class DraftSource(StrEnum):
-    """Source of a draft's tokens."""
-
-    GROUP = "group"
-    """Of the sequence and its group, in the same rollout."""
-    EARLIER = "earlier"
-    """Of the same prompt, in earlier rollouts."""
-    RUN = "run"
-    """Of other prompts."""
-
-
 class InFlight(StrEnum):
     """Treatment of unfinished sequences when the weights change."""
 

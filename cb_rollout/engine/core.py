@@ -407,8 +407,6 @@ class Engine:
         for request in self._scheduler.retire_running():
             if request.status is RequestStatus.FINISHED and request.history is not None:
                 self._history.add(request.history, request.token_ids[len(request.prompt_ids) :])
-                if self._has_drafts:
-                    self._proposer.add_to_run(request)
         if not self.has_work:
             self.release_model()
         return touched
