@@ -76,8 +76,8 @@ def main() -> None:
         for name, many in runs.items()
     }
     logs = runs["drafts"][0]
-    drafted = epoch_sums(logs, "rollout/drafted_tokens_earlier")
-    accepted = epoch_sums(logs, "rollout/accepted_tokens_earlier")
+    drafted = epoch_sums(logs, "rollout/drafted_tokens")
+    accepted = epoch_sums(logs, "rollout/accepted_tokens")
     print(f"{'epoch':<7}{'drafts, s':>11}{'without, s':>12}{'ratio':>7}{'accepted of drafted':>22}")
     for epoch, (ours, plain) in enumerate(zip(*seconds.values(), strict=True)):
         shares = f"{accepted[epoch]:,.0f} of {drafted[epoch]:,.0f}"

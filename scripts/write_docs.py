@@ -50,7 +50,7 @@ Every field of `RolloutConfig`, from its help text. A field that cannot be honou
 `ConfigurationError`; no field is ignored. `scripts/write_docs.py` writes this page.
 
 The fields of transformers' `ContinuousBatchingConfig` are taken under its names too: `page_size` is
-`block_size`, `cpu_offload_space` is `cpu_offload_gib`, and `default_compile_level` is
+`block_size`, and `default_compile_level` is
 `use_default_compile_configs` (1) or a `decode_compile_config` with inductor's autotuning (2).
 
 | field | default | meaning | cost, or when to change it |

@@ -40,7 +40,7 @@ COMBINATIONS = {
         "numerics='bitwise': a copy merges the adapter, and rounds after the sum where the trainer "
         "rounds before; leave weight_sync at 'auto' or set 'shared'."),
     "bitwise, another setting": Combination(
-        "`numerics='bitwise'`", "`kv_dtype`, `rollout_dtype` or `decode_compile_config`",
+        "`numerics='bitwise'`", "`rollout_dtype` or `decode_compile_config`",
         "numerics='bitwise': {name}={value} {reason}; leave it unset."),
     "bitwise, dropout": Combination("`numerics='bitwise'`", "dropout in training",
         "numerics='bitwise': the model trains with dropout (rate {rate}); set disable_dropout=True "
@@ -66,11 +66,6 @@ COMBINATIONS = {
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
         "log-probabilities and rewards from that; leave it False, or take stop_strings and "
         "eos_token_id out of generation_kwargs."),
-    "offload, recurrent": Combination("`cpu_offload_gib`", "a model with recurrent states",
-        "cpu_offload_gib={value}: this model keeps recurrent states, which cannot be continued "
-        "from kept keys; leave it at 0."),
-    "kv dtype, no keys": Combination("`kv_dtype`", "a model without attention",
-        "kv_dtype={value}: this model keeps no keys and values; leave it at 'auto'."),
     "pool, images": Combination("`RolloutPool`", "images",
         "a pool samples prompts without images; use a RolloutGenerator for these."),
     "pool, sharded module": Combination("`RolloutPool.sync_weights(model)`", "FSDP or ZeRO-3",

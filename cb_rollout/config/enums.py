@@ -11,17 +11,6 @@ class SchedulerType(StrEnum):
     LONGEST_FIRST = "longest_first"
 
 
-class DraftSource(StrEnum):
-    """Source of a draft's tokens."""
-
-    GROUP = "group"
-    """Of the sequence and its group, in the same rollout."""
-    EARLIER = "earlier"
-    """Of the same prompt, in earlier rollouts."""
-    RUN = "run"
-    """Of other prompts."""
-
-
 class InFlight(StrEnum):
     """Treatment of unfinished sequences when the weights change."""
 
@@ -96,10 +85,3 @@ class ReleaseCache(StrEnum):
     BETWEEN_STEPS = "between_steps"
     WITH_WEIGHTS = "with_weights"
     NEVER = "never"
-
-
-class KvDtype(StrEnum):
-    """Dtype of cached keys and values."""
-
-    AUTO = "auto"
-    FLOAT8_E4M3FN = "float8_e4m3fn"

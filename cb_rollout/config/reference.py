@@ -11,7 +11,7 @@ from typing import Any
 from cb_rollout.errors import ConfigurationError
 
 # transformers 5.17 renamed the first; its old name stays there, deprecated.
-RENAMED = {"page_size": "block_size", "cpu_offload_space": "cpu_offload_gib"}
+RENAMED = {"page_size": "block_size"}
 
 # A level of default compilation, and the settings that ask for the same.
 _COMPILE_LEVELS: dict[int, dict[str, Any]] = {
@@ -25,13 +25,15 @@ _LEVELS_ADVICE = (
 )
 
 # Fields without a counterpart: the values that ask for nothing here, and what to set instead.
+# Without values, no value asks for anything.
 NO_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
     "safety_margin": ((None, 0.0), "a lower max_requests_per_batch keeps blocks free"),
     "auto_switch_to_flash": ((True, False), "no attention is switched"),
-    "cpu_offload_space_safety_threshold": (
-        (0.8, 1.0),
-        "set cpu_offload_gib to what the machine can spare",
+    "cpu_offload_space": (
+        (0.0,),
+        "preempted sequences are computed again, and a higher max_memory_percent preempts fewer",
     ),
+    "cpu_offload_space_safety_threshold": ((), "nothing is offloaded"),
     "per_request_processors": ((True, False), "every request has its own"),
     "drop_unsupported_processors": ((True, False), "none is dropped"),
     "disable_nccl_graph_mixing": ((True, False), "no graph holds a collective"),
@@ -49,19 +51,10 @@ def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if level not in _COMPILE_LEVELS:
         raise unavailable("default_compile_level", level, 0, _LEVELS_ADVICE)
     own = _COMPILE_LEVELS[level] | own
-    if theirs.get("cpu_offload_space", 0.0) is None:
-        raise unavailable("cpu_offload_space", None, 0.0, "set the GiB that the machine can spare")
-    threshold = theirs.get("cpu_offload_space_safety_threshold")
-    is_offloading = theirs.get("cpu_offload_space") or own.get("cpu_offload_gib")
-    if threshold == 0 or not is_offloading:
-        # Nothing is offloaded, so nothing is bounded; 0 is transformers' other way to say so.
-        theirs.pop("cpu_offload_space_safety_threshold", None)
-        if threshold == 0:
-            theirs["cpu_offload_space"] = 0.0
     for name, value in theirs.items():
         if name in NO_COUNTERPART:
             values, advice = NO_COUNTERPART[name]
-            if value not in values:
+            if values and value not in values:
                 raise unavailable(name, value, values[0], advice)
         elif own.setdefault(RENAMED[name], value) != value:
             raise ConfigurationError(

@@ -18,7 +18,6 @@ from cb_rollout.config.checks import (
 )
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import (
-    KvDtype,
     LogprobsMode,
     LossForward,
     Numerics,
@@ -47,7 +46,6 @@ SYNONYMS = {
     "max_num_batched_tokens": "max_batch_tokens",
     "gpu_memory_utilization": "max_memory_percent",
     "enable_prefix_caching": "allow_block_sharing",
-    "kv_cache_dtype": "kv_dtype",
     "dtype": "rollout_dtype",
     "temperature": "SamplingParams(temperature=...)",
     "max_new_tokens": "SamplingParams(max_new_tokens=...)",
@@ -60,7 +58,7 @@ class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.
 
     The names of transformers' `ContinuousBatchingConfig` are taken too: `page_size` is
-    `block_size`, `cpu_offload_space` is `cpu_offload_gib`.
+    `block_size`.
 
     Raises:
         ConfigurationError: a field is unknown, out of range, or cannot be honoured; the message
@@ -322,20 +320,6 @@ class RolloutConfig:
         amount("GiB", "auto"),
         cost="Set it where the estimate is wrong: another optimizer, long activations.",
     )
-    kv_dtype: str = setting(
-        "auto",
-        "auto: keep keys and values as the model makes them; float8_e4m3fn: rounded, on GPUs that "
-        "have it.",
-        KvDtype,
-        cost="float8 holds two or four times as many; log-probabilities drift from the trainer's "
-        "by its rounding, and decode steps are gathered, without kernels or CUDA graphs.",
-    )
-    cpu_offload_gib: float = setting(
-        0.0,
-        "GiB of system memory for the keys of preempted sequences; 0: they are recomputed.",
-        amount("GiB", 0.0),
-        cost="Set it on a GPU where rollout/preemptions is high; on a CPU raise num_blocks.",
-    )
     encoder_cache_gib: float = setting(
         0.25,
         "GiB for the features of images, which later prompts read under the same weights; 0: none "
@@ -355,7 +339,6 @@ class RolloutConfig:
             raise refused("tool timeout, one thread", seconds=f"{self.tool_timeout_seconds:g}")
         # Settings under which no two forwards could be the same bits.
         for name, is_asked, reason in (
-            ("kv_dtype", self.kv_dtype != KvDtype.AUTO, "rounds what the loss does not"),
             (
                 "rollout_dtype",
                 self.rollout_dtype != RolloutDtype.AUTO,

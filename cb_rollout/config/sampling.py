@@ -33,9 +33,6 @@ MAX_TEMPERATURE = 1e30
 # Largest change of a logit: float32 holds it, and no logit comes near.
 MAX_LOGIT_CHANGE = 1e30
 
-# Most `top_logprobs` of a request that a CUDA graph samples, which is the most of OpenAI's API.
-MAX_GRAPHED_TOP_LOGPROBS = 20
-
 # Names of vLLM and transformers for the same parameters.
 SYNONYMS = {
     "max_tokens": "max_new_tokens",
@@ -246,18 +243,10 @@ class SamplingParams:
         return bool(self.adjustments)
 
     @property
-    def ungraphed(self) -> set[str]:
-        """The parameters by which no CUDA graph samples."""
-        names = {*self.adjustments} - _OF_FIRST_TOKEN
-        if self.typical_p != 1 and not self.is_greedy:
-            names.add("typical_p")
-        if self.top_logprobs > MAX_GRAPHED_TOP_LOGPROBS:
-            names.add("top_logprobs")
-        return names
-
-    @property
     def can_be_graphed(self) -> bool:
-        return not self.ungraphed
+        """True: a CUDA graph samples by these parameters."""
+        is_typical = self.typical_p != 1 and not self.is_greedy
+        return not (self.top_logprobs or is_typical or {*self.adjustments} - _OF_FIRST_TOKEN)
 
     @property
     def is_processed(self) -> bool:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -25,14 +24,12 @@ from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.images.check import check_images
 from cb_rollout.engine.images.encoder_cache import EncoderCache
 from cb_rollout.engine.images.prompt_images import PromptImages
-from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.kv_cache.sizing import (
     gathered_bytes_per_token,
-    page_layout,
     require_room,
     workspace_bytes_per_request,
 )
-from cb_rollout.engine.kv_cache.storage import CacheStorage, create_saver
+from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
@@ -106,16 +103,12 @@ class Engine:
         self._proposer = NgramProposer(max_tokens, never_sampled, kind)
         with devices.plain_modes(), self._computing():
             self._probe()
-        saver = create_saver(self.device)
         self._storage = CacheStorage(
-            self.layout, self.limits, self.memory_plan, self.device, saver, self._all_reduce_min
+            self.layout, self.limits, self.memory_plan, self.device, self._all_reduce_min
         )
-        offload_bytes, offloader = int(config.cpu_offload_gib * GIB), None
-        if offload_bytes:
-            offloader = KVOffloader(self._storage, config.block_size, offload_bytes)
         policy = create_policy(config.scheduler_type)
         self._scheduler = Scheduler(
-            self.limits, self.counters, self._grow, policy, offloader, self._record_routes
+            self.limits, self.counters, self._grow, policy, self._record_routes
         )
         self._executor = StepExecutor(
             self._runner,
@@ -138,9 +131,7 @@ class Engine:
         devices.require_unmoved(self.model, self.device)
         identity = self._runner.forward_identity
         self._runner.recorder = None
-        self.layout = check_model(
-            self._runner, partial(page_layout, config=self.config, device=self.device)
-        )
+        self.layout = check_model(self._runner)
         if self.config.router_replay:
             self.layout = replace(self.layout, routes=self._runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
@@ -416,8 +407,6 @@ class Engine:
         for request in self._scheduler.retire_running():
             if request.status is RequestStatus.FINISHED and request.history is not None:
                 self._history.add(request.history, request.token_ids[len(request.prompt_ids) :])
-                if self._has_drafts:
-                    self._proposer.add_to_run(request)
         if not self.has_work:
             self.release_model()
         return touched

@@ -22,7 +22,7 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request, members
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NO_DRAFT, Draft, NgramProposer
+from cb_rollout.engine.spec_decode.ngram import NgramProposer
 from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -288,9 +288,8 @@ class StepExecutor:
         if self.proposer is None or not (drafts := self.proposer.propose(running)):
             return None
         drafts = [self._with_blocks(r, draft) for r, draft in zip(running, drafts, strict=True)]
-        tokens = [draft.tokens for draft in drafts]
         try:
-            logits_BV = self._drafted_logits(running, tokens)
+            logits_BV = self._drafted_logits(running, drafts)
         except Exception as error:
             if self._is_split:
                 raise
@@ -299,23 +298,22 @@ class StepExecutor:
             self.proposer.reject()
             return None
         extend = self._token_sampler.extend_drafted
-        num_given = extend(running, tokens, logits_BV, self._version)
+        num_given = extend(running, drafts, logits_BV, self._version)
         self._complete_decode(running)
-        for draft, num_tokens in zip(drafts, num_given, strict=True):
-            self._counters.record_draft(draft.source, len(draft.tokens), max(0, num_tokens - 1))
+        self._counters.drafted_tokens += sum(map(len, drafts))
+        self._counters.accepted_tokens += sum(max(0, num_tokens - 1) for num_tokens in num_given)
         return sum(num_given)
 
-    def _with_blocks(self, request: Request, draft: Draft) -> Draft:
+    def _with_blocks(self, request: Request, draft: list[int]) -> list[int]:
         """Allocate blocks for a draft; return an empty draft if that would preempt a sequence.
 
         Tokens beyond a limit of the sequence's keys are left out.
         """
-        num_alike = self._scheduler.limits.num_alike(request.num_tokens, len(draft.tokens))
-        draft = draft._replace(tokens=draft.tokens[:num_alike])
-        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft.tokens))
+        draft = draft[: self._scheduler.limits.num_alike(request.num_tokens, len(draft))]
+        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
         if blocks:
             self._storage.table.write(blocks)
-        return NO_DRAFT if blocks is None else draft
+        return [] if blocks is None else draft
 
     def _drafted_logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
         """float32, `[B, V]`: after each sequence's last token, then after each drafted one."""

@@ -12,8 +12,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
 
-from cb_rollout.config.enums import DraftSource
-
 
 class MetricKind(StrEnum):
     """Prometheus type of a live metric: a growing total, or a value of the moment."""
@@ -44,10 +42,6 @@ class EngineCounters:
     decode_forwards: int = _total("Forwards of running sequences.")
     drafted_tokens: int = _total("Draft tokens verified in a decode forward.")
     accepted_tokens: int = _total("Draft tokens that were accepted.")
-    drafted_tokens_earlier: int = _total("Draft tokens from earlier completions of the prompt.")
-    accepted_tokens_earlier: int = _total("Those of them that were accepted.")
-    drafted_tokens_run: int = _total("Draft tokens from completions of other prompts.")
-    accepted_tokens_run: int = _total("Those of them that were accepted.")
     truncated_tokens: int = 0
     """Tokens sampled under top-k, top-p or min-p."""
     kept_tokens: int = 0
@@ -56,16 +50,6 @@ class EngineCounters:
     """Log-probability of these candidates, summed over `truncated_tokens`."""
     kv_blocks_peak: int = 0
     """Most blocks in use at once; a maximum, not a sum."""
-
-    def record_draft(self, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
-        self.drafted_tokens += num_drafted
-        self.accepted_tokens += num_accepted
-        if source is DraftSource.EARLIER:
-            self.drafted_tokens_earlier += num_drafted
-            self.accepted_tokens_earlier += num_accepted
-        elif source is DraftSource.RUN:
-            self.drafted_tokens_run += num_drafted
-            self.accepted_tokens_run += num_accepted
 
     @property
     def num_forwards(self) -> int:
@@ -222,21 +206,11 @@ METRICS = (
            "Images whose features were kept from an earlier prompt under the same weights.",
            "Zero with repeated images is normal where prefixes hold them.", SPEED),
     _counted("drafted_tokens", "tokens",
-           "Draft tokens verified in decode steps, from all sources.",
+           "Draft tokens verified in decode steps.",
            "Zero: many sequences run, or nothing repeats.", SPEED),
     _counted("accepted_tokens", "tokens",
            "Draft tokens that were accepted; each saves its sequence a step.",
            "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED),
-    _counted("drafted_tokens_earlier", "tokens",
-           "Those found in completions of the same prompt by earlier rollouts.",
-           "Zero: no prompt has come twice.", SPEED),
-    _counted("accepted_tokens_earlier", "tokens", "Those of them that were accepted.",
-           "Far below drafted_tokens_earlier: the policy has moved on.", SPEED),
-    _counted("drafted_tokens_run", "tokens",
-           "Draft tokens found in completions of other prompts.",
-           "Zero: other sources are better.", SPEED),
-    _counted("accepted_tokens_run", "tokens", "Those of them that were accepted.",
-           "Far below drafted_tokens_run: completions of different prompts differ.", SPEED),
     _counted("preemptions", "count", "Sequences preempted because the KV cache was full.",
            "Above 0: raise max_memory_percent or num_blocks, or lower max_requests_per_batch.",
            MEMORY),

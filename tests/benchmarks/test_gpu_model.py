@@ -116,7 +116,7 @@ def test_products_are_those_that_torch_counts():
 
 
 @pytest.mark.parametrize("sampled", SAMPLED)
-def test_every_kind_of_sampling_is_four_kernels_of_the_graph(sampled):
+def test_every_kind_of_sampling_is_three_kernels_of_the_graph(sampled):
     wide = LLAMA | {"vocab_size": 8192}
     step = decode(1, wide, params=SAMPLED[sampled])
     assert (step.num_waits, step.eager.total()) == (0, 0)
@@ -128,7 +128,6 @@ def test_every_kind_of_sampling_is_four_kernels_of_the_graph(sampled):
     assert moved["draw_kernel"] == 4 * 4096 * token
     num_reads = {"top-k": 16, TOP_P: 17, "min-p": 1, "top-k, top-p and min-p": 32}.get(sampled, 0)
     assert moved["truncate_kernel"] == num_reads * 4 * 8192 * token
-    assert moved["top_kernel"] == 4 * 4096 * token * 20 * sampled.startswith("20 top")
 
 
 def test_long_rows_are_split_and_joined():

@@ -62,7 +62,7 @@ CASES = {
     "replayed masks": ("qwen3", {"top_p": 0.8}, {"sampling_mask": "replay"}),
     "adjusted": ("qwen3", PENALISED, {"max_batch_tokens": 4}),
     "weights in a copy": ("qwen3", {"min_p": 0.1}, {"weight_sync": "copy", "sleeps": True}),
-    "kept keys": ("qwen3", {"max_new_tokens": 20}, {"cpu_offload_gib": 0.1, "num_blocks": 5}),
+    "preempted": ("qwen3", {"max_new_tokens": 20}, {"num_blocks": 5}),
     "recurrent": ("lfm2", {}, {}),
     "experts": ("qwen3_moe", {}, {}),
     "sinks": ("gpt_oss", {}, {}),

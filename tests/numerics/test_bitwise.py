@@ -139,7 +139,6 @@ def test_what_cannot_be_bitwise_is_refused_in_one_sentence():
         with pytest.raises(ConfigurationError, match=reason), bitwise(model):
             pass
     for settings in (
-        {"kv_dtype": "float8_e4m3fn"},
         {"rollout_dtype": "bfloat16"},
         {"use_default_compile_configs": True},
     ):

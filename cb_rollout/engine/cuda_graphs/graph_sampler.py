@@ -2,14 +2,12 @@
 
 Parameters of rows are lines of `GraphInputs`. Called by the thread that steps the engine.
 
-B: rows of a graph, N: most rows, V: vocabulary, K: tokens that are never sampled, C: most
-`top_logprobs`, P: parts of the vocabulary, U: different parameters.
+B: rows of a graph, N: most rows, V: vocabulary, U: different parameters.
 """
 
 # pyright: reportCallIssue=false
 # Triton's kernels take launch options beside their arguments.
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +16,7 @@ import numpy as np
 import torch
 
 from cb_rollout.config.enums import LogprobsMode
-from cb_rollout.config.sampling import MAX_GRAPHED_TOP_LOGPROBS, SamplingParams
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.cuda_graphs.inputs import Line
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request, distinct_params
@@ -42,12 +40,7 @@ class GraphSampling:
     """True if the token ids that truncation kept are recorded, which no graph does."""
 
     def can_sample(self, params: SamplingParams) -> bool:
-        if self.keeps_ids and params.is_truncated:
-            return False
-        # TRL 1.16 forbids the image token of a vision-language model, which no row samples anyway.
-        bias = params.logit_bias or {}
-        is_forbidden = all(t in self.never_sampled and v == -math.inf for t, v in bias.items())
-        return not params.ungraphed - ({"logit_bias"} if is_forbidden else set())
+        return params.can_be_graphed and not (self.keeps_ids and params.is_truncated)
 
 
 PLAIN_SAMPLING = GraphSampling()
@@ -61,7 +54,6 @@ def _numbers(params: SamplingParams) -> dict[Line, float]:
         Line.TOP_K: params.top_k if is_truncated else 0,
         Line.TOP_P: max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
         Line.MIN_P: params.min_p if is_truncated else 0.0,
-        Line.NUM_TOP: params.top_logprobs,
     }
 
 
@@ -72,24 +64,16 @@ class GraphSampler:
         self.sampling = sampling
         self.results = torch.zeros(max_rows, NUM_RESULTS, dtype=torch.float64, device=device)
         """float64, `[N, NUM_RESULTS]`."""
-        self.tops = torch.zeros(
-            max_rows, MAX_GRAPHED_TOP_LOGPROBS, 2, dtype=torch.float64, device=device
-        )
-        """float64, `[N, C, 2]`: ids and log-probabilities of the most likely tokens."""
         self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
         # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
         self._kept_NV: torch.Tensor | None = None
         self._measures: torch.Tensor | None = None
         self._limits: torch.Tensor | None = None
 
-    def host_results(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return system memory for results and tops; pinned, where there is a device."""
+    def host_results(self) -> torch.Tensor:
+        """Return system memory for the results; pinned, where there is a device."""
         is_pinned = self.results.device.type == "cuda"
-        results, tops = (
-            torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_pinned)
-            for source in (self.results, self.tops)
-        )
-        return results, tops
+        return torch.zeros(self.results.shape, dtype=torch.float64, pin_memory=is_pinned)
 
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
@@ -134,9 +118,6 @@ class GraphSampler:
         inputs = logits_BV, self._measures, self._limits
         kernels.truncate_kernel[(B,)](*inputs, *rows, **fixed, num_warps=16)
         fixed["IS_PROCESSED"] = self.sampling.mode == LogprobsMode.PROCESSED
-        kernels.top_kernel[(B,)](
-            *inputs, self.tops, *rows, **fixed, MAX_TOP=MAX_GRAPHED_TOP_LOGPROBS, num_warps=8
-        )
         kernels.draw_kernel[(B,)](*inputs, self.results, *rows, **fixed, num_warps=16)
 
     def _allocate(self, logits_BV: torch.Tensor, num_rows: int, num_parts: int) -> None:

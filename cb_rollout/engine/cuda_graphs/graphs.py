@@ -10,7 +10,7 @@ graphs are captured before requests run, or by a thread that paused the engine. 
 is missing runs the nearest one that was captured, of as many rows or more, which differs in time
 alone; a step of more rows than any graph has runs without one.
 
-B: rows of a graph, N: most rows, V: vocabulary, C: most `top_logprobs`, R: rows that ask for them.
+B: rows of a graph, V: vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,15 +103,15 @@ class PendingStep:
         self,
         requests: Sequence[Request],
         rows_B: np.ndarray,
-        results: tuple[torch.Tensor, torch.Tensor],
+        results: torch.Tensor,
         device: torch.device,
         *,
         is_plain: bool,
     ) -> None:
         """Record the step's end in the calling thread's stream.
 
-        `rows_B`: int64, each sequence's row of the results: `GraphSampler.results` and `tops` in
-        system memory. `is_plain`: every sequence only samples a token from the whole vocabulary.
+        `rows_B`: int64, each sequence's row of `results`: `GraphSampler.results` in system memory.
+        `is_plain`: every sequence only samples a token from the whole vocabulary.
         """
         self._requests, self._rows_B = list(requests), rows_B
         self._results, self._end = results, devices.record_event(device)
@@ -134,23 +134,20 @@ class PendingStep:
         if requests != self._requests:
             index = {request: at for at, request in enumerate(self._requests)}
             rows_B = rows_B[[index[request] for request in requests]]
-        results_B6 = self._results[0].numpy()[rows_B]
+        results_B6 = self._results.numpy()[rows_B]
         tokens, logprobs, is_valid, is_possible, log_masses, nums_kept = results_B6.T
         token_ids, chosen = tokens.astype(np.int64).tolist(), logprobs.tolist()
         if self._is_plain:
             valid = ((is_valid != 0) & (is_possible != 0)).tolist()
             return HostSampled(token_ids, chosen, valid, [], [], [], [], [])
-        params = [request.params for request in requests]
-        truncated = [row for row, p in enumerate(params) if p.is_truncated]
-        with_top = rows_B[[row for row, p in enumerate(params) if p.top_logprobs]]
-        tops_RC2 = self._results[1].numpy()[with_top]
+        truncated = [row for row, r in enumerate(requests) if r.params.is_truncated]
         return HostSampled(
             token_ids,
             chosen,
             is_valid.astype(bool).tolist(),
             is_possible.astype(bool).tolist(),
-            tops_RC2[..., 0].astype(np.int64).tolist(),
-            tops_RC2[..., 1].tolist(),
+            [],
+            [],
             log_masses[truncated].tolist(),
             nums_kept[truncated].astype(np.int64).tolist(),
         )
@@ -335,9 +332,7 @@ class GraphedDecoding:
         inputs.num_steps += 1
         self._host_results.reverse()
         num_rows, host = inputs.num_rows, self._host_results[0]
-        sources = (self._sampler.results, self._sampler.tops)[: 1 + inputs.has_tops]
-        for target, source in zip(host, sources, strict=False):
-            target[:num_rows].copy_(source[:num_rows], non_blocking=True)
+        host[:num_rows].copy_(self._sampler.results[:num_rows], non_blocking=True)
         device = self._runner.device
         return PendingStep(requests, rows_B, host, device, is_plain=inputs.is_plain)
 

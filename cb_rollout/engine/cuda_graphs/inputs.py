@@ -43,8 +43,6 @@ class Line(IntEnum):
     """0: none."""
     TOP_P = 13
     MIN_P = 14
-    NUM_TOP = 15
-    """Most likely tokens to return."""
 
 
 # Lines that hold the bits of float64 numbers.
@@ -63,8 +61,6 @@ class GraphInputs:
         """True if rows share a prefix that a tile reads."""
         self.is_plain = True
         """True if every row only samples a token from the whole vocabulary."""
-        self.has_tops = False
-        """True if some row asks for `top_logprobs`."""
         self._requests: list[Request] = []
         self._rows_B = np.empty(0, np.int64)
         self._lengths: list[int] = []
@@ -109,9 +105,7 @@ class GraphInputs:
             row[: len(values)] = values
         self.tensor.copy_(devices.moved(torch.from_numpy(host), self.tensor.device))
         self.num_rows, self.has_shared = len(batch), bool(tiles)
-        params = distinct_params(requests)
-        self.has_tops = any(p.top_logprobs for p in params)
-        self.is_plain = not (self.has_tops or any(p.is_truncated for p in params))
+        self.is_plain = not any(p.is_truncated for p in distinct_params(requests))
         self._requests = list(requests)
         self._rows_B = np.arange(len(requests))
         self._lengths = [request.num_tokens for request in requests]

@@ -3,10 +3,9 @@
 `measure_kernel` reads each part of a row once: its largest score and the sum of exponentials, of
 the model's own distribution and of the one that is sampled from. `truncate_kernel` searches the
 least weight that top-k, top-p and min-p keep, a digit of its bits at a time, and skips parts whose
-largest weight is less. `top_kernel` finds the most likely tokens one after the other, each by one
-part. `draw_kernel` joins the parts, draws a token from one uniform number in one part, and writes
-the next step's inputs. The last three run a program a row, and end at once where a row asks for
-nothing.
+largest weight is less. `draw_kernel` joins the parts, draws a token from one uniform number in one
+part, and writes the next step's inputs. The last two run a program a row, and end at once where a
+row asks for nothing.
 
 A score is a logit over the temperature, or -inf of a token that is never sampled. A weight is the
 exponential of a score less the row's largest. A part is `CHUNK` tokens whatever the batch, so sums
@@ -50,7 +49,6 @@ IS_KEPT_LINE = tl.constexpr(int(Line.IS_KEPT))
 TOP_K_LINE = tl.constexpr(int(Line.TOP_K))
 TOP_P_LINE = tl.constexpr(int(Line.TOP_P))
 MIN_P_LINE = tl.constexpr(int(Line.MIN_P))
-NUM_TOP_LINE = tl.constexpr(int(Line.NUM_TOP))
 
 
 @triton.jit
@@ -283,66 +281,6 @@ def _share_sums(measures, limits, lines, line_stride, num_parts, row, parts):
         shares = tl.load(at, mask=parts < num_parts, other=0.0).to(tl.float64)
         least = tl.load(limits + row * NUM_LIMITS + LEAST_WEIGHT)
     return largest, shares, least
-
-
-@triton.jit
-def top_kernel(
-    logits,
-    measures,
-    limits,
-    tops,
-    lines,
-    never,
-    line_stride,
-    logits_stride,
-    vocab_size,
-    num_parts,
-    NUM_NEVER: tl.constexpr,
-    IS_PROCESSED: tl.constexpr,
-    MAX_TOP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS_WIDTH: tl.constexpr,
-):
-    """Write a row's most likely tokens and their log-probabilities, the most likely first."""
-    row = tl.program_id(0)
-    num_top = _integer(lines, line_stride, row, NUM_TOP_LINE)
-    if (num_top > 0) & _is_sampled(lines, line_stride, row):
-        measures += row.to(tl.int64) * NUM_MEASURES * num_parts
-        tops += row * MAX_TOP * 2
-        parts = tl.arange(0, PARTS_WIDTH)
-        if IS_PROCESSED:
-            largest, shares, least = _share_sums(
-                measures, limits, lines, line_stride, num_parts, row, parts
-            )
-            at = measures + LARGEST * num_parts + parts
-        else:
-            largest, shares = _joined(measures, num_parts, parts, OWN_LARGEST, OWN_SUM)
-            least = 0.0
-            at = measures + OWN_LARGEST * num_parts + parts
-        normalizer = _normalizer(largest, tl.sum(shares, 0))
-        left_of_parts = tl.load(at, mask=parts < num_parts, other=float("-inf"))
-        # The token found last. Those before it are more likely, or as likely and of a lower id.
-        last = float("inf")
-        last_id = -1
-        for place in range(num_top):
-            best = tl.max(left_of_parts, 0)
-            part = tl.min(tl.where(left_of_parts == best, parts, PARTS_WIDTH - 1), 0)
-            ids = part * CHUNK + tl.arange(0, CHUNK)
-            values = _read(logits, logits_stride, row, ids, vocab_size)
-            if IS_PROCESSED:
-                scores = _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
-                scores = tl.where(_weights(scores, largest) >= least, scores, float("-inf"))
-            else:
-                scores = values / _number(lines, line_stride, row, TEMPERATURE_LINE)
-            is_left = (scores < last) | ((scores == last) & (ids > last_id))
-            scores = tl.where(is_left, scores, float("-inf"))
-            last = tl.max(scores, 0)
-            last_id = tl.min(tl.where(scores == last, ids, NO_TOKEN), 0)
-            tl.store(tops + place * 2, last_id.to(tl.float64))
-            tl.store(tops + place * 2 + 1, (last - normalizer).to(tl.float64))
-            is_after = (scores < last) | ((scores == last) & (ids > last_id))
-            left = tl.max(tl.where(is_after, scores, float("-inf")), 0)
-            left_of_parts = tl.where(parts == part, left, left_of_parts)
 
 
 @triton.jit

@@ -5,13 +5,11 @@ gathered and right-aligned states: a row's newest token is always last, as in a 
 `generate` batch. So the model runs its own forward, masks and attention, unchanged. In a packed
 forward the new tokens, and the histories returned, of all rows stand in one row, without padding.
 
-Pages of `kv_dtype="float8_e4m3fn"` hold states rounded to float8, as bytes.
-
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: tokens of all rows, H:
 heads, D: size of a head, N: slots of all blocks, F: H x D, M: blocks or table rows that are copied.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -23,35 +21,8 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.recurrent import RecurrentLayer
 from cb_rollout.engine.memory import device as devices
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST_FLOAT8 = torch.finfo(FLOAT8).max
-
 # The first slot of the null block: finite keys for the columns that every mask hides.
 PADDING_SLOT = 0
-
-
-def float8_layout(layout: CacheLayout) -> CacheLayout:
-    """Return the layout with float8 keys and values; indices and states keep their dtype."""
-    layers = [
-        replace(
-            layer,
-            keys=layer.keys and replace(layer.keys, dtype=FLOAT8),
-            values=layer.values and replace(layer.values, dtype=FLOAT8),
-        )
-        for layer in layout.layers
-    ]
-    return replace(layout, layers=tuple(layers))
-
-
-def to_float8_bytes(states: torch.Tensor) -> torch.Tensor:
-    """Round states to float8 and return their bytes, as uint8."""
-    # A plain conversion turns values out of range into NaN.
-    return states.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8).view(torch.uint8)
-
-
-def from_float8_bytes(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the states that `to_float8_bytes` rounded, in another dtype."""
-    return states.view(FLOAT8).to(dtype)
 
 
 @dataclass(slots=True)
@@ -133,13 +104,11 @@ class PagedLayer(CacheLayerMixin):
 
     def _write_and_read(self, pages_NF: torch.Tensor, new_BHQD: torch.Tensor) -> torch.Tensor:
         mapping = self._current
-        is_float8 = pages_NF.dtype == torch.uint8
         tokens_TF = new_BHQD.transpose(1, 2).reshape(-1, pages_NF.shape[1])
         if mapping.write_tokens is not None:
             tokens_TF = tokens_TF.index_select(0, mapping.write_tokens)
         # Under autocast pages hold what attention casts its keys and values to.
-        tokens_TF = to_float8_bytes(tokens_TF) if is_float8 else tokens_TF.to(pages_NF.dtype)
-        pages_NF.index_copy_(0, mapping.write_slots, tokens_TF)
+        pages_NF.index_copy_(0, mapping.write_slots, tokens_TF.to(pages_NF.dtype))
         if mapping.read_slots_BS is None:
             return new_BHQD
         B, S = mapping.read_slots_BS.shape
@@ -147,11 +116,9 @@ class PagedLayer(CacheLayerMixin):
         if mapping.is_packed:
             # Packed attention reads token by token.
             slots_S = mapping.read_slots_BS.view(-1)
-            history = pages_NF.index_select(0, slots_S).view(1, S, H, D).transpose(1, 2)
-        else:
-            # Gathered head by head, the history lies in memory as in transformers' own cache.
-            history = pages_NF.view(-1, D).index_select(0, mapping.head_slots(H)).view(B, H, S, D)
-        return from_float8_bytes(history, new_BHQD.dtype) if is_float8 else history
+            return pages_NF.index_select(0, slots_S).view(1, S, H, D).transpose(1, 2)
+        # Gathered head by head, the history lies in memory as in transformers' own cache.
+        return pages_NF.view(-1, D).index_select(0, mapping.head_slots(H)).view(B, H, S, D)
 
     @property
     def _current(self) -> SlotMapping:
@@ -318,8 +285,6 @@ class PagedCache(Cache):
 def _pages(shape: TensorSpec, num_slots: int, device: torch.device) -> torch.Tensor:
     """Return uninitialised pages; only the padding slot is read before it is written."""
     heads, size = shape.shape
-    # Few operators take float8.
-    dtype = torch.uint8 if shape.dtype == FLOAT8 else shape.dtype
-    pages_NF = torch.empty(num_slots, heads * size, dtype=dtype, device=device)
+    pages_NF = torch.empty(num_slots, heads * size, dtype=shape.dtype, device=device)
     pages_NF[PADDING_SLOT].zero_()
     return pages_NF

@@ -1,4 +1,4 @@
-"""Size the KV cache: choose the dtypes of its pages, and refuse a plan without room.
+"""Size the KV cache: what forwards take beside it, and a refusal of a plan without room.
 
 Called once for each engine, and again after the first measured training step.
 """
@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from cb_rollout.config.combinations import refused
-from cb_rollout.config.enums import KvDtype
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
-from cb_rollout.engine.kv_cache.paged import float8_layout
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan, create_memory_plan
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
@@ -21,26 +18,6 @@ from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 def workspace_bytes_per_request(vocab_size: int) -> int:
     """Return a row's bytes of float32: logits, these over the temperature, and exponentials."""
     return vocab_size * 4 * 3
-
-
-def page_layout(layout: CacheLayout, config: RolloutConfig, device: torch.device) -> CacheLayout:
-    """Return the layout with the dtypes that pages have under `kv_dtype`.
-
-    Raises:
-        ConfigurationError: `kv_dtype` or `cpu_offload_gib` cannot be honoured.
-    """
-    if config.cpu_offload_gib and layout.is_recurrent:
-        raise refused("offload, recurrent", value=config.cpu_offload_gib)
-    if config.kv_dtype == KvDtype.AUTO:
-        return layout
-    if not devices.has_float8(device):
-        raise ConfigurationError(
-            f"kv_dtype={config.kv_dtype!r} needs a device that computes with it, an NVIDIA GPU of "
-            f"compute capability 8.9 or later, and the model is on {device}; leave it at 'auto'."
-        )
-    if not layout.has_keys:
-        raise refused("kv dtype, no keys", value=repr(config.kv_dtype))
-    return float8_layout(layout)
 
 
 def gathered_bytes_per_token(

@@ -1,17 +1,7 @@
-"""Allocate, grow and release the cache's tensors, within the memory plan.
+"""Allocate, grow and release the cache's tensors, within the memory plan."""
 
-With torch_memory_saver, which only this file imports, released GPU memory is allocated again at the
-same addresses, so that CUDA graphs stay valid. That library ends the process where a pool that is
-resumed does not fit, or a paused one is freed: memory is checked first, and paused pools are kept.
-"""
-
-import importlib
-import importlib.util
-import itertools
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,55 +17,6 @@ from cb_rollout.errors import OutOfCacheMemoryError
 
 _LOGGER = logging.getLogger(__name__)
 
-# Each pool has a tag of its own: memory of a paused one must not serve another.
-_TAG_NUMBERS = itertools.count()
-
-# The paused pools, by tag.
-_PAUSED: dict[str, object] = {}
-
-
-class MemorySaver:
-    """Pause and resume memory pools through torch_memory_saver's interface."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    @contextmanager
-    def allocating(self) -> Iterator[str]:
-        """Make tensors allocated inside pausable, under the tag that is yielded."""
-        tag = f"cb_rollout_{os.getpid()}_{next(_TAG_NUMBERS)}"
-        with self._library.region(tag=tag):
-            yield tag
-
-    def pause(self, tag: str, pool: object) -> None:
-        """Release the memory of `pool`: its contents are lost, its addresses kept."""
-        _PAUSED[tag] = pool
-        self._library.pause(tag)
-
-    def resume(self, tag: str) -> Any:
-        """Allocate a pool's memory again, of which there must be enough; return the pool."""
-        self._library.resume(tag)
-        return _PAUSED.pop(tag)
-
-
-def create_saver(device: torch.device) -> MemorySaver | None:
-    """Return the memory saver for `device`; None: there is none."""
-    if device.type != "cuda" or importlib.util.find_spec("torch_memory_saver") is None:
-        return None
-    library: Any = importlib.import_module("torch_memory_saver").torch_memory_saver
-    try:
-        if "torch_memory_saver" not in os.environ.get("LD_PRELOAD", ""):
-            # The other mode needs a library that is loaded before Python.
-            library.hook_mode = "torch"
-        with library.region(tag="cb_rollout_trial"):
-            torch.zeros(1, device=device)
-    except (AssertionError, AttributeError, ImportError, OSError, RuntimeError) as error:
-        _LOGGER.warning(
-            "torch_memory_saver cannot be used (%s); the cache will be allocated anew.", error
-        )
-        return None
-    return MemorySaver(library)
-
 
 class CacheStorage:
     """A paged cache and its block table, allocated and released as the engine needs them."""
@@ -86,22 +27,17 @@ class CacheStorage:
         limits: Limits,
         plan: MemoryPlan,
         device: torch.device,
-        saver: MemorySaver | None = None,
         all_reduce_min: Callable[[int], int] = int,
     ) -> None:
         """Allocate nothing yet.
 
-        `saver` keeps addresses while memory is released; None: nothing does. `all_reduce_min`
-        returns the smallest of a number over the processes that share a cache's heads, which must
-        allocate the same blocks.
+        `all_reduce_min` returns the smallest of a number over the processes that share a cache's
+        heads, which must allocate the same blocks.
         """
         self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
-        self._saver, self._all_reduce_min = saver, all_reduce_min
+        self._all_reduce_min = all_reduce_min
         self._num_blocks = 0
         self._held: tuple[PagedCache, BlockTable] | None = None
-        self._tag: str | None = None
-        # Blocks and table rows of the paused pool.
-        self._paused: tuple[int, int] | None = None
 
     @property
     def is_allocated(self) -> bool:
@@ -124,14 +60,10 @@ class CacheStorage:
     def release(self, limits: Limits, plan: MemoryPlan, layout: CacheLayout | None = None) -> None:
         """Release the memory; the next allocation follows these limits, this plan and layout."""
         if self._held is not None:
-            if self._saver is not None and self._tag is not None:
-                self._saver.pause(self._tag, self.cache)
-                self._paused = (self._num_blocks, self._limits.max_requests)
             self._held, self._num_blocks = None, 0
             devices.empty_cache(self._device)
         self._limits, self._plan = limits, plan
-        if layout is not None and layout is not self._layout:
-            self._layout, self._tag, self._paused = layout, None, None
+        self._layout = layout or self._layout
 
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
@@ -149,9 +81,7 @@ class CacheStorage:
         while True:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
-            cache, cause = self._attempted(
-                lambda size=num_blocks: self._resumed(size) or self._new(size)
-            )
+            cache, cause = self._attempted(lambda size=num_blocks: self._new(size))
             if self._all_reduce_min(cache is not None):
                 break
             if num_blocks == at_least:
@@ -182,28 +112,14 @@ class CacheStorage:
         free = devices.memory_after_release(self._device).free_bytes - other_bytes
         return max(0, free) // max(1, self._plan.bytes_per_block)
 
-    def _resumed(self, num_blocks: int) -> PagedCache | None:
-        size = (num_blocks, self._limits.max_requests)
-        if self._saver is None or self._tag is None or self._paused != size:
-            return None
-        self._paused = None
-        cache: PagedCache = self._saver.resume(self._tag)
-        for tensor in cache.tensors:
-            tensor.zero_()
-        return cache
-
     def _new(self, num_blocks: int) -> PagedCache:
-        self._tag = self._paused = None
-        with nullcontext() if self._saver is None else self._saver.allocating() as tag:
-            cache = PagedCache(
-                self._layout,
-                num_blocks=num_blocks,
-                block_size=self._limits.block_size,
-                num_table_rows=self._limits.max_requests,
-                device=self._device,
-            )
-        self._tag = tag
-        return cache
+        return PagedCache(
+            self._layout,
+            num_blocks=num_blocks,
+            block_size=self._limits.block_size,
+            num_table_rows=self._limits.max_requests,
+            device=self._device,
+        )
 
     def grow(self, count: int, usable: int) -> int:
         """Allocate `count` more blocks, or as many as fit; return the total.
@@ -218,8 +134,6 @@ class CacheStorage:
             _, error = self._attempted(lambda size=target: self.cache.grow(size))
             if self._all_reduce_min(error is None):
                 self._num_blocks = target
-                # The new pages are outside the pausable pool.
-                self._tag = None
                 break
             target = now + _shrunk(target - now)
         return self._num_blocks

@@ -201,12 +201,6 @@ def empty_cache(device: torch.device) -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
-def has_float8(device: torch.device) -> bool:
-    """Return whether the device converts float8 in hardware."""
-    # The first compute capability that converts it.
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def max_batch_tokens(device: torch.device) -> int:
     """Return the tokens of a prefill forward, where the config does not set them."""
     # A forward this long keeps the device busy; a longer one only has more activations.

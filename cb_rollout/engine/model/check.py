@@ -54,13 +54,11 @@ Forward = Sequence[tuple[int, int]]
 """The rows of one forward, each with the number of its tokens that are computed after it."""
 
 
-def check_model(
-    runner: ModelRunner, page_layout: Callable[[CacheLayout], CacheLayout] = lambda layout: layout
-) -> CacheLayout:
+def check_model(runner: ModelRunner) -> CacheLayout:
     """Probe the cache layout, and set the runner's batch layout and attention backend.
 
-    Returns the layout, with the dtypes that `page_layout` gives its pages, under which the model
-    agrees with its plain forward. Raises `ConfigurationError` if it agrees under no batch layout.
+    Returns the layout. Raises `ConfigurationError` if the model agrees with its plain forward under
+    no batch layout.
     """
     name = type(runner.model).__name__
     rows = text_rows(runner)
@@ -82,7 +80,7 @@ def check_model(
             ) from failure
         if any(logits_TV.isnan().any() for logits_TV in plain):
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
-            return page_layout(layout)
+            return layout
         if runner.is_bitwise:
             _require_same_bits(runner)
         difference, expected = "", _references(runner, layout, rows, plain)
@@ -94,9 +92,8 @@ def check_model(
             if runner.batch_layout is BatchLayout.PACKED:
                 runner.packing_obstacle = difference
             if not difference:
-                pages = page_layout(layout)
-                runner.backend_selection = _set_backend(runner, layout, pages, rows, expected)
-                return pages
+                runner.backend_selection = _set_backend(runner, layout, rows, expected)
+                return layout
         refusal = _refusal(runner, rows, difference)
     raise ConfigurationError(refusal) from failure
 
@@ -213,14 +210,10 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 
 
 def _set_backend(
-    runner: ModelRunner,
-    layout: CacheLayout,
-    pages: CacheLayout,
-    rows: list[list[int]],
-    expected: list[Reference],
+    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
 ) -> BackendSelection:
     is_padded = runner.batch_layout.takes_any_lengths
-    choice = select_backend(runner.device, pages, is_padded=is_padded)
+    choice = select_backend(runner.device, layout, is_padded=is_padded)
     if choice.backend is None:
         return choice
     for reference in expected:

@@ -31,10 +31,6 @@ class PromptHistory:
         self.completions: deque[array[int]] = deque()
 
     @property
-    def prompt_ids(self) -> array[int]:
-        return array("i", self.key)
-
-    @property
     def num_tokens(self) -> int:
         return sum(map(len, self.completions))
 

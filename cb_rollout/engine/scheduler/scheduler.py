@@ -13,7 +13,6 @@ from itertools import islice, takewhile
 
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
-from cb_rollout.engine.kv_cache.offload import KVOffloader
 from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request, members
 from cb_rollout.engine.scheduler.policy import SchedulerPolicy
 from cb_rollout.metrics.registry import EngineCounters
@@ -90,20 +89,17 @@ class Scheduler:
         counters: EngineCounters,
         grow: Callable[[int], int],
         policy: SchedulerPolicy,
-        offloader: KVOffloader | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Start empty, with no block.
 
-        `grow` makes room for as many more blocks as it can, and returns the total. `offloader`
-        stores the keys of preempted sequences; None: they are computed again. `before_release` is
-        called with each sequence that is about to lose its blocks.
+        `grow` makes room for as many more blocks as it can, and returns the total. `before_release`
+        is called with each sequence that is about to lose its blocks.
         """
         self.waiting = WaitingQueue(policy)
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self._policy, self._counters, self._grow = policy, counters, grow
-        self._offloader = offloader
         self._before_release = before_release
         self._start_empty(limits, policy_version=0)
 
@@ -124,8 +120,6 @@ class Scheduler:
         """Drop all sequences, without touching them, and every block."""
         self.waiting = WaitingQueue(self._policy)
         self.prefilling, self.running = deque(), []
-        if self._offloader is not None:
-            self._offloader.clear()
         self._start_empty(self.limits, self.blocks.policy_version)
 
     @property
@@ -213,8 +207,6 @@ class Scheduler:
             return None
         self.waiting.take()
         self._assign_table_row(leader)
-        if self._offloader is not None:
-            self._offloader.restore(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
@@ -290,8 +282,6 @@ class Scheduler:
             if len(request.token_ids) > size * len(request.block_ids):
                 blocks = self.blocks.extend(request, request.num_tokens)
                 if blocks is None:
-                    if self._offloader is not None:
-                        self._offloader.save(self.running[-1])
                     self.preempt([self.running[-1]])
                     continue
                 extended += blocks
@@ -323,8 +313,6 @@ class Scheduler:
 
     def retire(self, request: Request) -> None:
         assert request.status.is_final
-        if self._offloader is not None:
-            self._offloader.drop(request)
         if request.table_row == NO_TABLE_ROW:
             self.waiting.num_ended += 1
             return
@@ -344,8 +332,6 @@ class Scheduler:
         With `keep_keys` running sequences go on with their keys, which no other sequence will
         share. Else they are computed again, as unfinished prompts always are.
         """
-        if self._offloader is not None:
-            self._offloader.clear()
         if keep_keys:
             for request in self.running:
                 request.has_old_keys = True

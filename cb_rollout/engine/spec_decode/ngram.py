@@ -12,7 +12,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from cb_rollout.config.enums import DraftSource
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.model.runner import ModelRunner
@@ -46,9 +45,6 @@ MIN_RATE = 0.08
 
 # Weight of the last draft in an acceptance rate, and its rise for each step without a draft.
 LEARNING_RATE, RECOVERY, INITIAL_RATE = 0.25, 0.005, 0.5
-
-# Tokens of other prompts that are indexed; from then on a new index begins.
-MAX_RUN_TOKENS = 1 << 15
 
 # Lengths of the n-grams that are looked up; the longest match counts.
 NGRAM_SIZES = (4, 3, 2)
@@ -86,18 +82,17 @@ class NgramIndex:
         self._unfinished[len(self._texts)] = num_known if is_growing else ~num_known
         self._texts.append(token_ids)
 
-    def predict(self, tail: list[int], count: int, size: int) -> list[int]:
-        """Return up to `count` tokens that followed the last occurrence of an n-gram of this size.
-
-        `tail` is the end of a sequence, as long as the longest n-gram.
-        """
-        match = self._lookup(tail, (size,))
+    def predict(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens that followed the last occurrence of the longest n-gram."""
+        tail = list(token_ids[-max(NGRAM_SIZES) :])
         predicted: list[int] = []
         # A match that ends at the newest token is a loop; the longest n-gram continues it.
-        while match is not None and (wanted := count - len(predicted)) > 0:
+        while (wanted := count - len(predicted)) > 0:
+            match = self._lookup((tail + predicted)[-max(NGRAM_SIZES) :])
+            if match is None:
+                break
             text, start = match
             predicted += text[start : start + wanted]
-            match = self._lookup((tail + predicted)[-max(NGRAM_SIZES) :], NGRAM_SIZES)
         return predicted
 
     def update(self) -> None:
@@ -122,12 +117,12 @@ class NgramIndex:
                 ngram = _hash(text[position - size : position])
                 following[ngram] = number << _POSITION_BITS | position
 
-    def _lookup(self, tail: list[int], sizes: Sequence[int]) -> tuple[list[int], int] | None:
-        for size in sizes:
+    def _lookup(self, tail: list[int]) -> tuple[Sequence[int], int] | None:
+        for size in NGRAM_SIZES:
             match = self._next[size].get(_hash(tail[-size:])) if len(tail) >= size else None
             if match is not None:
                 number, position = match >> _POSITION_BITS, match & ((1 << _POSITION_BITS) - 1)
-                return self._texts[number], position  # pyright: ignore[reportReturnType]
+                return self._texts[number], position
         return None
 
 
@@ -147,69 +142,33 @@ def _hashes(tokens: np.ndarray, size: int) -> list[int]:
     return numbers.tolist()
 
 
-class Draft(NamedTuple):
-    """Tokens proposed for a sequence."""
-
-    tokens: list[int]
-    source: DraftSource = DraftSource.GROUP
-
-
-NO_DRAFT = Draft([])
-
-
 class GroupDrafts:
     """N-grams that a group's drafts are looked up in, and how often drafts were right."""
 
-    __slots__ = ("__weakref__", "_earlier", "_history", "_misses", "_pause", "_run", "own", "rates")
+    __slots__ = ("__weakref__", "_misses", "_pause", "index", "rate")
 
-    def __init__(
-        self, history: PromptHistory | None, run: NgramIndex, rates: dict[DraftSource, float]
-    ) -> None:
-        """Start with completions of the prompt (`history`) and of others (`run`).
-
-        `rates` are the acceptance rates of the run's latest drafts.
-        """
-        self.own = NgramIndex()
-        self._earlier = NgramIndex() if history is not None and history.completions else None
-        self._history, self._run = history, run
-        self.rates = dict(rates)
-        """Probability that a drafted token is accepted after accepted ones, by source."""
+    def __init__(self, history: PromptHistory | None, rate: float) -> None:
+        """Start with earlier completions of the prompt, and the rate of the run's latest drafts."""
+        self.index = NgramIndex()
+        for completion in history.completions if history is not None else ():
+            self.index.add(completion, 0, is_growing=False)
+        self.rate = rate
+        """Probability that a drafted token is accepted after accepted ones."""
         self._misses = self._pause = 0
 
-    def predict(self, token_ids: Sequence[int], count: int, min_rate: float) -> Draft:
-        """Return up to `count` tokens that followed the longest n-gram at the end.
-
-        Sources of a lower acceptance rate than `min_rate` are left out.
-        """
+    def predict(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """Return up to `count` tokens that followed the longest n-gram at the end."""
         if self._pause:
             self._pause -= 1
-            return NO_DRAFT
-        tail = list(token_ids[-max(NGRAM_SIZES) :])
-        sources = [
-            (source, index)
-            for source, index in zip(DraftSource, self._indexes(), strict=True)
-            if index is not None and self.rates[source] > min_rate
-        ]
-        for _, index in sources:
-            index.update()
-        for size in NGRAM_SIZES:
-            for source, index in sources:
-                if tokens := index.predict(tail, count, size):
-                    self._misses = 0
-                    return Draft(tokens, source)
+            return []
+        self.index.update()
+        if tokens := self.index.predict(token_ids, count):
+            self._misses = 0
+            return tokens
         self._misses += 1
         if self._misses >= MISSES_BEFORE_PAUSE:
             self._pause = min(self._misses, LONGEST_PAUSE)
-        return NO_DRAFT
-
-    def _indexes(self) -> tuple[NgramIndex, NgramIndex | None, NgramIndex]:
-        if self._history is not None and self._earlier is not None:
-            # Filled at the first lookup: most sequences end before they get a draft.
-            prompt_ids = self._history.prompt_ids
-            for completion in self._history.completions:
-                self._earlier.add([*prompt_ids, *completion], len(prompt_ids), is_growing=False)
-            self._history = None
-        return self.own, self._earlier, self._run
+        return []
 
 
 class NgramProposer:
@@ -222,12 +181,11 @@ class NgramProposer:
         self._never_sampled = frozenset(never_sampled)
         self._max_tokens = MAX_DRAFT_TOKENS if max_tokens is None else max_tokens
         self.cost = STEP_COSTS.get(device_type, STEP_COSTS["cpu"])
-        self._proposed: list[tuple[Request, int, Draft]] = []
+        self._proposed: list[tuple[Request, int, list[int]]] = []
         """Latest drafts, run or not, each with its sequence and the tokens of this at that time."""
         self._groups: WeakValueDictionary[int, GroupDrafts] = WeakValueDictionary()
-        self._run, self._num_run_tokens = NgramIndex(), 0
-        self.rates = dict.fromkeys(DraftSource, INITIAL_RATE)
-        """Acceptance rate of each source, over the run's latest drafts."""
+        self.rate = INITIAL_RATE
+        """Acceptance rate of the run's latest drafts."""
 
     def track(self, requests: Sequence[Request]) -> None:
         """Index sequences that got their first token; those of a group share an index."""
@@ -236,27 +194,20 @@ class NgramProposer:
                 continue
             group = self._groups.get(request.group) if request.group is not None else None
             num_known = len(request.prompt_ids) if group else 0
-            request.drafts = group = group or GroupDrafts(request.history, self._run, self.rates)
+            request.drafts = group = group or GroupDrafts(request.history, self.rate)
             if request.group is not None:
                 self._groups[request.group] = group
-            group.own.add(request.token_ids, num_known)
+            group.index.add(request.token_ids, num_known)
 
-    def add_to_run(self, request: Request) -> None:
-        if self._num_run_tokens > MAX_RUN_TOKENS:
-            self._run, self._num_run_tokens = NgramIndex(), 0
-        text = request.token_ids[len(request.prompt_ids) :]
-        self._run.add(text, 0, is_growing=False)
-        self._num_run_tokens += len(text)
-
-    def propose(self, running: Sequence[Request]) -> list[Draft]:
+    def propose(self, running: Sequence[Request]) -> list[list[int]]:
         """Return a draft for each sequence of the coming step; empty: no draft is worth its time.
 
         The last proposal is compared with what was sampled since, whether or not it ran.
         """
         for request, num_tokens, draft in self._proposed:
-            pairs = list(zip(draft.tokens, request.token_ids[num_tokens:], strict=False))
+            pairs = list(zip(draft, request.token_ids[num_tokens:], strict=False))
             num_right = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            self.record(request, draft._replace(tokens=draft.tokens[: len(pairs)]), num_right)
+            self.record(request, len(pairs), num_right)
         self._proposed = []
         if not 0 < len(running) <= MAX_DRAFT_ROWS // 2 or not self._max_tokens:
             return []
@@ -266,7 +217,7 @@ class NgramProposer:
         worth = len(running) / (self.cost.step + len(running))
         weights = _weights(running)
         num_spare, gain = MAX_DRAFT_ROWS - len(running), -worth * self.cost.drafted
-        drafts = [NO_DRAFT] * len(running)
+        drafts: list[list[int]] = [[] for _ in running]
         # The longest first: the rollout ends with them.
         for index in sorted(range(len(running)), key=weights.__getitem__, reverse=True):
             if num_spare <= 0:
@@ -274,50 +225,49 @@ class NgramProposer:
             longest = min(self._max_tokens, num_spare)
             request = running[index]
             draft = drafts[index] = self._draft(request, longest, worth / weights[index])
-            if draft.tokens and request.drafts is not None:
+            if draft and request.drafts is not None:
                 self._proposed.append((request, request.num_tokens, draft))
-                rate, num_spare = request.drafts.rates[draft.source], num_spare - len(draft.tokens)
-                chances = (rate**count for count in range(1, len(draft.tokens) + 1))
+                rate, num_spare = request.drafts.rate, num_spare - len(draft)
+                chances = (rate**count for count in range(1, len(draft) + 1))
                 gain += sum(weights[index] * chance - worth for chance in chances)
         return drafts if gain > 0 else []
 
     def reject(self) -> None:
         """Count the latest drafts as wrong: their forward raised."""
         for request, _, draft in self._proposed:
-            self.record(request, draft, 0)
+            self.record(request, len(draft), 0)
         self.forget()
 
     def forget(self) -> None:
         """Compare the latest drafts with nothing, and hold their sequences no longer."""
         self._proposed = []
 
-    def _draft(self, request: Request, longest: int, worth: float) -> Draft:
+    def _draft(self, request: Request, longest: int, worth: float) -> list[int]:
         group = request.drafts
         if group is None or request.is_streaming:
-            return NO_DRAFT
+            return []
         # The last token of a sequence is sampled, never drafted.
         longest = min(longest, request.max_new_tokens - request.num_generated - 1)
         min_rate = max(worth, MIN_RATE)
-        for source, rate in group.rates.items():
-            if rate <= min_rate:
-                group.rates[source] = max(rate, min(INITIAL_RATE, rate + RECOVERY))
-        if longest <= 0 or max(group.rates.values()) <= min_rate:
-            return NO_DRAFT
-        tokens, source = group.predict(request.token_ids, longest, min_rate)
+        if group.rate <= min_rate:
+            group.rate = max(group.rate, min(INITIAL_RATE, group.rate + RECOVERY))
+        if longest <= 0 or group.rate <= min_rate:
+            return []
+        tokens = group.predict(request.token_ids, longest)
         tokens = list(takewhile(lambda token: token not in self._never_sampled, tokens))
-        num_worth, chance = 0, group.rates[source]
+        num_worth, chance = 0, group.rate
         while num_worth < len(tokens) and chance > worth:
             num_worth += 1
-            chance *= group.rates[source]
-        return Draft(tokens[:num_worth], source)
+            chance *= group.rate
+        return tokens[:num_worth]
 
-    def record(self, request: Request, draft: Draft, num_right: int) -> None:
-        if not draft.tokens:
+    def record(self, request: Request, num_drafted: int, num_right: int) -> None:
+        if not num_drafted:
             return
         # The tokens after the first wrong one were not tried.
-        share = num_right / min(len(draft.tokens), num_right + 1)
-        for rates in (self.rates, *([request.drafts.rates] if request.drafts else [])):
-            rates[draft.source] += LEARNING_RATE * (share - rates[draft.source])
+        share = num_right / min(num_drafted, num_right + 1)
+        for holder in filter(None, (self, request.drafts)):
+            holder.rate += LEARNING_RATE * (share - holder.rate)
 
 
 def _weights(running: Sequence[Request]) -> list[float]:

@@ -41,8 +41,7 @@ STEPS_WORTH_TRACE = 256
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
 SUMMED = (
     *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
-    *("drafted_tokens", "accepted_tokens", "drafted_tokens_earlier", "accepted_tokens_earlier"),
-    *("drafted_tokens_run", "accepted_tokens_run", "images_encoded", "images_reused"),
+    *("drafted_tokens", "accepted_tokens", "images_encoded", "images_reused"),
 )
 # Averaged over the turns' tokens.
 AVERAGED = ("log_kept_mass", "kept_tokens")

@@ -250,7 +250,7 @@ def _num_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
 
 Cost = Callable[[tuple[Any, ...], Mapping[str, Any], Reads], tuple[int, int]]
 
-SAMPLING_KERNELS = ("measure_kernel", "truncate_kernel", "top_kernel", "draw_kernel")
+SAMPLING_KERNELS = ("measure_kernel", "truncate_kernel", "draw_kernel")
 
 
 def _plain_cost(args: tuple[Any, ...], options: Mapping[str, Any], _: Reads) -> tuple[int, int]:

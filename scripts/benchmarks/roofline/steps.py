@@ -50,7 +50,6 @@ SAMPLED = {
     TOP_P: SamplingParams(top_p=0.95),
     "min-p": SamplingParams(min_p=0.05),
     "top-k, top-p and min-p": SamplingParams(top_k=20, top_p=0.95, min_p=0.05),
-    "20 top log-probabilities": SamplingParams(top_logprobs=20),
 }
 
 
@@ -219,7 +218,6 @@ def _reads(rows: Rows, vocab_size: int, params: SamplingParams) -> Reads:
     parts = {
         "measure_kernel": num_parts,
         "truncate_kernel": num_passes * num_parts,
-        "top_kernel": params.top_logprobs,
         "draw_kernel": 1,
     }
     return Reads(rows.num_tokens, parts)

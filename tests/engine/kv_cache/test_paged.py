@@ -7,14 +7,9 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import (
-    FLOAT8,
-    LARGEST_FLOAT8,
     PADDING_SLOT,
     PagedCache,
     SlotMapping,
-    float8_layout,
-    from_float8_bytes,
-    to_float8_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -275,66 +270,3 @@ def test_the_cache_cannot_be_used_outside_a_step():
     cache = cache_of(layout_of(), num_blocks=1)
     with pytest.raises(AssertionError, match="outside a step"):
         cache.update(torch.zeros(1, HEADS, 1, KEY_SIZE), torch.zeros(1, HEADS, 1, VALUE_SIZE), 0)
-
-
-def rounded(states):
-    return from_float8_bytes(to_float8_bytes(states), states.dtype)
-
-
-@given(values=st.lists(st.floats(-400, 400, width=32), min_size=1, max_size=20))
-def test_states_are_rounded_to_the_nearest_float8(values):
-    states = torch.tensor(values)
-    read = rounded(states)
-    # Three bits of mantissa: half a step of 1/8; below 2**-6 the steps are 2**-9.
-    assert ((read - states).abs() <= (states.abs() / 16).clamp(min=2**-10)).all()
-    assert torch.equal(rounded(read), read), "rounding twice changes nothing"
-
-
-def test_values_out_of_range_become_the_largest_float8_and_not_nan():
-    states = torch.tensor([1e4, -1e4, torch.inf, 448.0, 0.0], dtype=torch.bfloat16)
-    read = rounded(states)
-    assert read.dtype == torch.bfloat16
-    assert read.tolist() == [LARGEST_FLOAT8, -LARGEST_FLOAT8, LARGEST_FLOAT8, 448.0, 0.0]
-    assert rounded(torch.tensor([torch.nan])).isnan().all()
-
-
-def test_only_keys_and_values_become_float8():
-    keys, index = TensorSpec((2, 4), torch.float32), TensorSpec((1, 8), torch.float32)
-    state = TensorSpec((3, 3), torch.float32)
-    layout = CacheLayout(
-        (LayerSpec(keys, keys, index, recurrent=(state,)), LayerSpec(conv=(state, None)))
-    )
-    narrow = float8_layout(layout)
-    assert narrow.layers[0].keys == TensorSpec((2, 4), FLOAT8)
-    assert narrow.bytes_per_token == 8 + 8 + 8 * 4
-    assert narrow.bytes_per_sequence == layout.bytes_per_sequence
-    assert narrow.layers[1] == layout.layers[1]
-
-
-def test_float8_pages_return_rounded_states_also_after_growing_and_copying():
-    shape = TensorSpec((2, 3), torch.float32)
-    layout = float8_layout(CacheLayout((LayerSpec(shape, shape),)))
-    cache = PagedCache(layout, num_blocks=2, block_size=2, num_table_rows=1, device=CPU)
-    assert cache.num_bytes == 2 * 3 * 2 * 6, "one byte an element"
-    keys = torch.linspace(-3, 3, 2 * 3).view(1, 2, 1, 3)
-    first = SlotMapping(0, torch.tensor([0]), None, torch.tensor([2]), None, torch.tensor([[0]]))
-    cache.begin(first)
-    cache.update(keys, 2 * keys, 0)
-    cache.grow(5)
-    cache.copy_blocks([1], [4])
-    second = SlotMapping(
-        2,
-        torch.tensor([0]),
-        None,
-        torch.tensor([3]),
-        torch.tensor([[PADDING_SLOT, 8, 3]]),
-        torch.tensor([[0, 0, 1]]),
-    )
-    cache.begin(second)
-    read_keys, read_values = cache.update(10 * keys, 20 * keys, 0)
-    assert read_keys.dtype == torch.float32
-    for read, written in ((read_keys, keys), (read_values, 2 * keys)):
-        rounded = from_float8_bytes(
-            to_float8_bytes(torch.cat([0 * written, written, 10 * written], 2)), read.dtype
-        )
-        assert torch.equal(read, rounded)

@@ -1,8 +1,4 @@
 import logging
-import sys
-from contextlib import contextmanager
-from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -10,7 +6,7 @@ import torch
 from cb_rollout.engine.kv_cache import storage as storages
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import PagedCache
-from cb_rollout.engine.kv_cache.storage import CacheStorage, MemorySaver, create_saver
+from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import MemoryModel, TrainingBytes, create_memory_plan
 from cb_rollout.engine.request import Limits
@@ -42,8 +38,8 @@ def plan_of(num_blocks, is_fixed=False):
     return create_memory_plan(model)
 
 
-def storage_of(num_blocks=100, saver=None, **settings):
-    return CacheStorage(LAYOUT, LIMITS, plan_of(num_blocks, **settings), CPU, saver)
+def storage_of(num_blocks=100, **settings):
+    return CacheStorage(LAYOUT, LIMITS, plan_of(num_blocks, **settings), CPU)
 
 
 @pytest.fixture
@@ -167,126 +163,3 @@ def test_growing_stops_at_the_end_of_memory(free, monkeypatch):
 
     monkeypatch.setattr(PagedCache, "grow", grow_to_twenty)
     assert storage.grow(20, usable=1000) == 20
-
-
-class Library:
-    """A fake torch_memory_saver, as strict as the real one."""
-
-    def __init__(self):
-        self.state = {}
-        self.hook_mode = "preload"
-
-    @contextmanager
-    def region(self, tag="default", enable_cpu_backup=False):
-        assert self.state.get(tag) is None, "a paused pool's memory would be allocated again"
-        yield
-        self.state[tag] = "active"
-
-    def pause(self, tag=None):
-        assert self.state[tag] == "active", "the process would end"
-        self.state[tag] = "paused"
-
-    def resume(self, tag=None):
-        assert self.state[tag] == "paused", "the process would end"
-        self.state[tag] = "active"
-
-
-@pytest.fixture
-def library():
-    before = dict(storages._PAUSED)
-    yield Library()
-    storages._PAUSED.clear()
-    storages._PAUSED.update(before)
-
-
-def addresses(storage):
-    return [tensor.data_ptr() for tensor in storage.cache.tensors]
-
-
-def test_a_paused_pool_is_resumed_at_its_addresses_and_empty(library):
-    storage = storage_of(100, saver=MemorySaver(library))
-    storage.allocate(9)
-    before = addresses(storage)
-    for tensor in storage.cache.tensors:
-        tensor.fill_(7)
-    storage.release(LIMITS, plan_of(100))
-    assert (storage.num_bytes, storage.is_allocated) == (0, False)
-    assert list(library.state.values()) == ["paused"]
-    assert storage.allocate(9) == 9
-    assert addresses(storage) == before
-    assert list(library.state.values()) == ["active"]
-    assert not any(tensor.any() for tensor in storage.cache.tensors)
-
-
-def test_another_size_needs_a_new_pool_and_the_paused_one_is_never_freed(library):
-    storage = storage_of(100, saver=MemorySaver(library))
-    storage.allocate(9)
-    paused = storage.cache
-    storage.release(LIMITS, plan_of(100))
-    assert storage.allocate(10) == 10
-    assert storage.cache is not paused
-    assert any(pool is paused for pool in storages._PAUSED.values())
-    storage.release(LIMITS, plan_of(100))
-    assert storage.allocate(10) == 10
-    assert list(library.state.values()) == ["paused", "active"]
-
-
-def test_a_pool_that_no_longer_fits_is_not_resumed(library, free, caplog):
-    storage = storage_of(100, saver=MemorySaver(library))
-    storage.allocate(9)
-    storage.release(LIMITS, plan_of(100))
-    free(5)
-    assert storage.allocate(9) == 5
-    assert list(library.state.values()) == ["paused", "active"]
-    assert "5 are taken" in caplog.text
-
-
-def test_a_pool_that_grew_is_allocated_anew(library):
-    storage = storage_of(100, saver=MemorySaver(library))
-    storage.allocate(9)
-    storage.grow(1, usable=100)
-    storage.release(LIMITS, plan_of(100))
-    assert list(library.state.values()) == ["active"], "the old pages were freed, not paused"
-    assert storage.allocate(18) == 18
-
-
-def test_another_number_of_table_rows_needs_a_new_pool(library):
-    storage = storage_of(100, saver=MemorySaver(library))
-    storage.allocate(9)
-    paused = storage.cache
-    fewer = replace(LIMITS, max_requests=2)
-    storage.release(fewer, plan_of(100))
-    storage.allocate(9)
-    assert storage.cache is not paused
-
-
-def test_the_saver_is_used_on_gpus_where_it_is_installed(monkeypatch, library, caplog):
-    gpu = torch.device("cuda", 0)
-    assert create_saver(CPU) is None
-    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
-    monkeypatch.setattr(storages.importlib.util, "find_spec", lambda _: None)
-    assert create_saver(gpu) is None
-    module = ModuleType("torch_memory_saver")
-    module.torch_memory_saver = library
-    monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
-    monkeypatch.setattr(storages.importlib.util, "find_spec", lambda _: object())
-    monkeypatch.setattr(storages.torch, "zeros", lambda *_, **__: None)
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    assert isinstance(create_saver(gpu), MemorySaver)
-    assert library.hook_mode == "torch"
-    assert not caplog.records
-
-
-def test_a_saver_that_fails_is_logged_and_not_used(monkeypatch, library, caplog):
-    @contextmanager
-    def fail(**_):
-        raise RuntimeError("expandable_segments is not supported yet")
-        yield
-
-    library.region = fail
-    module = ModuleType("torch_memory_saver")
-    module.torch_memory_saver = library
-    monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
-    monkeypatch.setattr(storages.importlib.util, "find_spec", lambda _: object())
-    assert create_saver(torch.device("cuda", 0)) is None
-    assert "expandable_segments" in caplog.text

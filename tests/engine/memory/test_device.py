@@ -77,10 +77,3 @@ def test_the_peak_of_a_cpu_process_is_measured_and_reset():
     assert devices.reset_peak(CPU)
     now, peak = devices.used_and_peak(CPU)
     assert peak - now < 0.5 * size
-
-
-def test_float8_needs_ada_or_later(monkeypatch):
-    assert not devices.has_float8(CPU)
-    for capability, has_it in [((8, 0), False), ((8, 9), True), ((9, 0), True)]:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
-        assert devices.has_float8(GPU) is has_it

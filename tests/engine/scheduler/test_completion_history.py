@@ -10,7 +10,6 @@ def test_completions_of_a_prompt_are_found_by_its_tokens():
     history.add(CompletionHistory().of([1, 2]), [5, 6, 7, 8])
     found = history.of((1, 2))
     assert [list(completion) for completion in found.completions] == [[3, 4], [5, 6, 7, 8]]
-    assert list(found.prompt_ids) == [1, 2]
     assert not history.of([1, 2, 3]).completions
 
 

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cb_rollout import FinishReason, RequestStatus, SamplingParams
-from cb_rollout.config.enums import DraftSource
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.spec_decode.ngram import (
@@ -15,7 +14,6 @@ from cb_rollout.engine.spec_decode.ngram import (
     MIN_RATE,
     MISSES_BEFORE_PAUSE,
     NGRAM_SIZES,
-    Draft,
     NgramIndex,
     NgramProposer,
     StepCost,
@@ -42,18 +40,12 @@ def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
 def predicted(ngram_index, token_ids, count):
     """What follows the longest n-gram at the end of a text."""
     ngram_index.update()
-    tail = token_ids[-max(NGRAM_SIZES) :]
-    return next((p for size in NGRAM_SIZES if (p := ngram_index.predict(tail, count, size))), [])
-
-
-def proposed(proposer, running):
-    """The tokens alone."""
-    return [draft.tokens for draft in proposer.propose(running)]
+    return ngram_index.predict(token_ids, count)
 
 
 def trust(*requests):
     for request in requests:
-        request.drafts.rates[DraftSource.GROUP] = 1.0
+        request.drafts.rate = 1.0
 
 
 def test_the_tokens_after_the_longest_matching_ngram_are_predicted():
@@ -69,7 +61,7 @@ def test_a_draft_ends_before_a_token_that_is_never_sampled():
     two = request([1, 2, 4, 5, 9, 1], said=[2])
     proposer.track([one, two])
     trust(one, two)
-    assert proposed(proposer, [one, two]) == [[], [4, 5]]
+    assert proposer.propose([one, two]) == [[], [4, 5]]
 
 
 def test_the_latest_occurrence_of_an_ngram_counts():
@@ -111,10 +103,10 @@ def test_members_of_a_group_share_one_index():
     first, second = request(prompt, [4, 5, 6, 7], group=0), request(prompt, [4, 5], group=0)
     stranger = request(prompt, [4, 5], group=1)
     proposer.track([first, second, stranger])
-    assert proposed(proposer, [second, stranger]) == [[6, 7], []]
+    assert proposer.propose([second, stranger]) == [[6, 7], []]
     del first
     # The tokens of a member that is gone stay, as long as another runs.
-    assert proposed(proposer, [second]) == [[6, 7]]
+    assert proposer.propose([second]) == [[6, 7]]
 
 
 def test_a_sequence_that_ended_does_not_keep_its_groups_index_alive():
@@ -124,7 +116,7 @@ def test_a_sequence_that_ended_does_not_keep_its_groups_index_alive():
     known = weakref.ref(first.drafts)
     first.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
     assert first.drafts is None
-    assert proposed(proposer, [second]) == [[6, 7]]
+    assert proposer.propose([second]) == [[6, 7]]
     second.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
     gc.collect()
     assert known() is None
@@ -138,7 +130,7 @@ def test_a_draft_leaves_room_for_the_last_token_and_is_no_longer_than_asked():
     proposer = NgramProposer(6)
     proposer.track([short, long])
     trust(short, long)
-    assert [len(draft) for draft in proposed(proposer, [short, long])] == [2, 6]
+    assert [len(draft) for draft in proposer.propose([short, long])] == [2, 6]
 
 
 def test_streaming_and_adjusted_sequences_get_no_drafts():
@@ -148,7 +140,7 @@ def test_streaming_and_adjusted_sequences_get_no_drafts():
     proposer = NgramProposer(None)
     proposer.track([plain, streaming])
     trust(plain)
-    draft, none = proposed(proposer, [plain, streaming])
+    draft, none = proposer.propose([plain, streaming])
     assert (len(draft), none) == (MAX_DRAFT_TOKENS, [])
     for adjusted in (request(loop, repetition_penalty=1.5), request(loop, top_logprobs=2)):
         assert proposer.propose([plain, adjusted]) == []
@@ -160,14 +152,14 @@ def test_drafts_become_longer_with_the_acceptance_rate():
     proposer.track([looping])
     lengths = []
     for _ in range(100):
-        drafts = proposed(proposer, [looping])
+        drafts = proposer.propose([looping])
         lengths.append(len(drafts[0]) if drafts else 0)
-        proposer.record(looping, Draft([1] * lengths[-1]), 0)
+        proposer.record(looping, lengths[-1], 0)
     assert lengths[0] == 4
     assert 0 < sum(lengths[20:]) < 40
     for _ in range(20):
-        proposer.record(looping, Draft([1] * 4), 4)
-    assert len(proposed(proposer, [looping])[0]) == 4
+        proposer.record(looping, 4, 4)
+    assert len(proposer.propose([looping])[0]) == 4
 
 
 def test_a_draft_that_did_not_run_is_compared_with_what_was_sampled():
@@ -179,10 +171,10 @@ def test_a_draft_that_did_not_run_is_compared_with_what_was_sampled():
         assert proposer.propose([looping]) == []
         looping.append(token, 0.0, 0)
     assert proposer.propose([looping]) == []
-    assert looping.drafts.rates[DraftSource.GROUP] > 0.9
+    assert looping.drafts.rate > 0.9
     looping.append(9, 0.0, 0)
     proposer.propose([looping])
-    assert looping.drafts.rates[DraftSource.GROUP] < 0.8
+    assert looping.drafts.rate < 0.8
 
 
 def test_drafts_together_are_worth_the_time_that_they_add_to_a_step():
@@ -192,7 +184,7 @@ def test_drafts_together_are_worth_the_time_that_they_add_to_a_step():
         running = [request([1, 2, 3] * 4 + [row]) for row in range(10, 17)]
         running = [request([1, 2, 3] * 4), *running][:num_rows]
         proposer.track(running)
-        running[0].drafts.rates[DraftSource.GROUP] = rate
+        running[0].drafts.rate = rate
         assert bool(proposer.propose(running)) is is_worth
 
 
@@ -210,36 +202,28 @@ def test_a_draft_comes_from_an_earlier_completion_of_the_same_prompt():
     proposer = NgramProposer(7)
     known, new = (with_history([1, 2, 3], *c, said=[4, 5]) for c in ([[4, 5, 6, 7, 0]], []))
     proposer.track([known, new])
-    drafts = proposer.propose([known, new])
-    assert drafts == [Draft([6, 7, 0], DraftSource.EARLIER), Draft([])]
+    assert proposer.propose([known, new]) == [[6, 7, 0], []]
 
 
-def test_a_draft_comes_from_another_prompt_where_no_other_source_has_one():
+def test_what_the_group_sampled_comes_before_an_earlier_completion():
     proposer = NgramProposer(2)
-    proposer.add_to_run(request([9], [4, 5, 6, 7]))
-    other, known = with_history([1], said=[4, 5]), with_history([2], [4, 5, 8, 8], said=[4, 5])
-    proposer.track([other, known])
-    assert proposer.propose([other, known]) == [
-        Draft([6, 7], DraftSource.RUN),
-        Draft([8, 8], DraftSource.EARLIER),
-    ]
+    known = with_history([2], [4, 5, 8, 8], said=[4, 5, 6, 7, 4, 5])
+    proposer.track([known])
+    assert proposer.propose([known]) == [[6, 7]]
 
 
-def test_each_source_has_an_acceptance_rate_and_later_groups_begin_with_the_runs():
+def test_later_groups_begin_with_the_runs_acceptance_rate():
     proposer = NgramProposer(4)
     first = with_history([1, 2, 3], [4, 5, 6], said=[4, 5])
     proposer.track([first])
-    proposer.record(first, Draft([6, 7], DraftSource.EARLIER), 0)
-    proposer.record(first, Draft([6, 7], DraftSource.RUN), 2)
-    assert proposer.rates == {
-        DraftSource.GROUP: INITIAL_RATE,
-        DraftSource.EARLIER: 0.75 * INITIAL_RATE,
-        DraftSource.RUN: 0.75 * INITIAL_RATE + 0.25,
-    }
+    proposer.record(first, 2, 0)
+    assert proposer.rate == first.drafts.rate == 0.75 * INITIAL_RATE
+    proposer.record(first, 2, 2)
+    assert proposer.rate == 0.75 * 0.75 * INITIAL_RATE + 0.25
     second = with_history([1, 2, 4])
     second.append(5, 0.0, 0)
     proposer.track([second])
-    assert second.drafts.rates == proposer.rates
+    assert second.drafts.rate == proposer.rate
 
 
 def test_long_sequences_are_drafted_first_and_those_about_to_end_not_at_all():
@@ -248,8 +232,8 @@ def test_long_sequences_are_drafted_first_and_those_about_to_end_not_at_all():
     long = with_history(loop, [1] * 90)
     proposer.track([ending, long])
     trust(ending, long)
-    ending.drafts.rates[DraftSource.GROUP] = 0.9
-    assert [len(draft) for draft in proposed(proposer, [ending, long])] == [0, 7]
+    ending.drafts.rate = 0.9
+    assert [len(draft) for draft in proposer.propose([ending, long])] == [0, 7]
 
 
 def test_a_group_without_matches_is_looked_up_less_and_less(monkeypatch):
@@ -259,7 +243,7 @@ def test_a_group_without_matches_is_looked_up_less_and_less(monkeypatch):
 
     def counted(self):
         nonlocal num_lookups
-        num_lookups += self is plain.drafts.own
+        num_lookups += self is plain.drafts.index
         update(self)
 
     monkeypatch.setattr(NgramIndex, "update", counted)
@@ -268,7 +252,7 @@ def test_a_group_without_matches_is_looked_up_less_and_less(monkeypatch):
         plain.max_new_tokens = 2000
         assert proposer.propose([plain]) == []
     assert MISSES_BEFORE_PAUSE < num_lookups < 100
-    assert plain.drafts.rates[DraftSource.GROUP] > MIN_RATE
+    assert plain.drafts.rate > MIN_RATE
 
 
 @given(st.lists(st.integers(0, 3), min_size=40, max_size=80))
