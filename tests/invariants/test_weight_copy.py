@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, largest_difference, tiny_model
 
 from cb_rollout import (
@@ -201,25 +200,6 @@ def test_weights_that_the_trainer_holds_are_not_released(weight_sync):
         assert not generator.is_asleep
     with pytest.raises(ConfigurationError, match="or use release_cache='between_steps'"):
         RolloutGenerator(tiny_model(), replace(config, release_cache="with_weights"))
-
-
-def test_casts_that_were_released_are_made_again_by_a_sync_alone():
-    """Where a pause ends, another policy version would be planned without them."""
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
-    results = []
-    for level in (1, 2):
-        config = RolloutConfig(seed=3)
-        with RolloutGenerator(model, config, accelerator=Autocasting()) as generator:
-            assert not generator.manager.engine.runs_a_copy
-            generator.sleep(level)
-            version = generator.policy_version
-            with generator.manager.paused():
-                pass
-            assert generator.policy_version == version + 2 - level
-            generator.sync_weights()
-            outputs = generator.generate_batch(PROMPTS, sampling_params=PARAMS).values()
-            results.append([(output.generated_tokens, output.logprobs) for output in outputs])
-    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("tied", [False, True])

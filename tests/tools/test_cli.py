@@ -14,6 +14,7 @@ from cb_rollout import __version__
 from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.cli import create_parser, demo, main
 from cb_rollout.tools.cli.bench import PACKAGES
+from cb_rollout.tools.cli.command import CommandParser
 from cb_rollout.tools.dataset import DatasetOptions
 
 ROOT = Path(__file__).parents[2]
@@ -171,15 +172,15 @@ def test_an_interrupted_command_exits_with_code_130_and_says_how_to_go_on(
         (["--output", "/"], "/ cannot be written (Is a directory)"),
         (["--output", "no/x.jsonl"], "no/x.jsonl cannot be written: no is not a directory; make"),
         (["--output", "in.jsonl/x"], "in.jsonl/x cannot be written: in.jsonl is not a directory"),
-        (["--temperature", "-1"], "temperature=-1.0 "),
-        (["--num-return-sequences", "0"], "num_return_sequences=0 is below 1"),
-        (["--num-return-sequences", "2"], "num_return_sequences=2 of greedy decoding"),
-        (["--max-memory-percent", "40"], "max_memory_percent=40.0 is outside (0, 1]"),
-        (["--max-num-seqs", "0"], "max_requests_per_batch=0 "),
-        (["--seed", "-1"], "seed=-1 "),
-        (["--dtype", "int3"], "dtype='int3' "),
-        (["--evaluate", "json"], "evaluate='json' is not of the form module:function"),
-        (["--generation-config", "mine"], "generation_config='mine' "),
+        (["--temperature", "-1"], "--temperature -1.0 "),
+        (["--num-return-sequences", "0"], "--num-return-sequences 0 is below 1"),
+        (["--num-return-sequences", "2"], "--num-return-sequences 2 of greedy decoding"),
+        (["--max-memory-percent", "40"], "--max-memory-percent 40.0 is outside (0, 1]"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0 "),
+        (["--seed", "-1"], "--seed -1 "),
+        (["--dtype", "int3"], "--dtype int3 "),
+        (["--evaluate", "json"], "--evaluate json is not of the form module:function"),
+        (["--generation-config", "mine"], "--generation-config mine "),
     ],
 )
 def test_an_error_of_generate_is_one_line(checkpoint, jsonl, capsys, monkeypatch, options, said):
@@ -291,6 +292,22 @@ def test_an_error_of_the_demo_is_one_line(capsys, monkeypatch, tmp_path, options
     monkeypatch.chdir(tmp_path)
     assert main(["demo", *options]) == 2
     assert said in the_fault(capsys)
+
+
+def test_a_message_names_a_setting_by_its_option_and_leaves_other_words():
+    parser = CommandParser("x")
+    for option in ("--max-num-seqs", "--seed", "--name"):
+        parser.add_argument(option)
+    parser.add_argument("--over-write", action="store_true")
+    parser.add_argument("--no-status", dest="status", action="store_false")
+    for text, said in (
+        ("max_requests_per_batch=0 is below 1", "--max-num-seqs 0 is below 1"),
+        ("set name='a', or name='a b'.", "set --name a, or --name 'a b'."),
+        ("set over_write=True or raise max_num_seqs", "set --over-write or raise --max-num-seqs"),
+        ("a seed of /x/max_num_seqs/y", "a seed of /x/max_num_seqs/y"),
+        ("status=False, num_blocks=3", "status=False, num_blocks=3"),
+    ):
+        assert parser.in_options(text) == said
 
 
 def test_the_version_is_the_packages(capsys):

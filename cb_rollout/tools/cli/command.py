@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import importlib.util
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from cb_rollout.config.rollout import SYNONYMS
 from cb_rollout.errors import ConfigurationError, RolloutError
 
 # The command ran and reports a problem.
@@ -17,27 +19,62 @@ EXIT_PARTLY = 1
 # The command could not run. argparse uses the same code for wrong options.
 EXIT_FAULT = 2
 
+# A setting in an error's message, with "=" and a quoted value where it has them; no part of a path.
+QUOTE = "'"
+SETTING = re.compile(r"(?<![\w.'/-])([a-z]\w*)(?![\w/])(?:(=)('[^'\s]+'|True\b)?)?")
+
 # The code that a shell reports for a process ended by Ctrl-C.
 EXIT_INTERRUPTED = 130
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parser of a command, whose errors are one line on stderr."""
+    """Parser of a command, which knows the option of each setting."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._flags: dict[str, str] = {}
+        """Options by the name of their setting in Python."""
+        super().__init__(*args, **kwargs)
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        action = super().add_argument(*names, **settings)
+        # `--no-progress-bar` sets progress_bar=False, so it is no other name of the setting.
+        if action.option_strings and action.const is not False:
+            self._flags[action.dest] = action.option_strings[0]
+            if action.dest in SYNONYMS:
+                self._flags[SYNONYMS[action.dest]] = action.option_strings[0]
+        return action
 
     def set_run(self, run: Callable[[argparse.Namespace], int]) -> None:
-        """Make `run` the command; a `RolloutError` or an interrupt becomes its line and code."""
+        """Make `run` the command, and put its errors into a line that names options."""
 
         def checked(arguments: argparse.Namespace) -> int:
             try:
                 return run(arguments)
             except RolloutError as error:
-                text, code = str(error), EXIT_FAULT
+                text, code = self.in_options(str(error)), EXIT_FAULT
             except KeyboardInterrupt as interrupt:
                 text, code = str(interrupt) or "interrupted.", EXIT_INTERRUPTED
             sys.stderr.write(f"cb-rollout: {' '.join(text.split())}\n")
             return code
 
         self.set_defaults(run=checked)
+
+    def in_options(self, text: str) -> str:
+        """Name the settings of a message by the options that set them.
+
+        "max_memory_percent=40.0" becomes "--max-memory-percent 40.0". A name that is a common word,
+        such as "seed", is a setting only before "=".
+        """
+
+        def option(match: re.Match[str]) -> str:
+            name, equals, value = match.groups()
+            if name not in self._flags or not (equals or "_" in name):
+                return match[0]
+            if equals and value != "True":
+                return f"{self._flags[name]} {(value or '').strip(QUOTE)}"
+            return self._flags[name]
+
+        return SETTING.sub(option, text)
 
 
 def add_fields(

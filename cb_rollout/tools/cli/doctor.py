@@ -1,6 +1,7 @@
 """`cb-rollout doctor`: check a machine and a checkpoint, a line for each finding."""
 
 import argparse
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -29,10 +30,10 @@ def add_doctor(commands: Any) -> None:
         default=0.8,
         help="share of the free memory that the KV cache may take (0.8)",
     )
-    parser.set_run(_run)
+    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
@@ -42,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
         given = {name: getattr(arguments, name) for name in options}
         findings = chain(findings, checkpoint_findings(arguments.model, **given))
     for finding in findings:
-        print(finding, flush=True)
+        print(in_options(str(finding)), flush=True)
         worst = max(worst, finding.level)
     print(f"\n{VERDICTS[worst]}")
     return EXIT_PARTLY if worst is Level.BAD else 0

@@ -1,6 +1,7 @@
 """`cb-rollout generate`: `generate_dataset` as a command, with an option for each setting."""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields
@@ -52,14 +53,14 @@ def add_generate(commands: Any) -> None:
         help="Write no progress to stderr.",
     )
     add_fields(parser, DatasetOptions)
-    parser.set_run(_run)
+    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.dataset import generate_dataset
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
     report = generate_dataset(**options)
-    print(report)
+    print(in_options(str(report)))
     return EXIT_PARTLY if report.num_failed else 0
