@@ -43,7 +43,7 @@ NAME_WIDTH = 26
 NEEDED = ("torch", "transformers")
 SERVE_TRAINING = ("trl", "accelerate", "peft", "wandb")
 
-KERNELS = ("flash_attn", "kernels", "triton", "torch_memory_saver", "torch.nn.attention.varlen")
+KERNELS = ("flash_attn", "kernels", "triton", "torch.nn.attention.varlen")
 
 # The packages of each extra.
 EXTRAS = {

@@ -111,8 +111,8 @@ def counting(num_trained: list[int]) -> Any:
     """Append the batches with gradients of each packed forward of a whole loss."""
     own = packed_loss.PackedScores.scores
 
-    def scores(self: Any, trained: Any, max_tokens: Any) -> Any:
-        found = own(self, trained, max_tokens)
+    def scores(self: Any, *arguments: Any) -> Any:
+        found = own(self, *arguments)
         if self.model.training and torch.is_grad_enabled():
             num_trained.append(sum(part.logprobs_K.requires_grad for part in found))
         return found
