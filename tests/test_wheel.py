@@ -66,6 +66,6 @@ def test_a_wheel_has_every_file_of_the_package_and_the_demo(unpacked):
 @pytest.mark.slow
 def test_the_commands_of_a_wheel_need_no_checkout(unpacked, tmp_path):
     tiniest = ("--tiny", "--repetitions", "1", "--device", "cpu", "--output-dir", "bench")
-    assert "written to bench" in run_unpacked(unpacked, tmp_path, "bench", "step", *tiniest)
+    assert "written to bench" in run_unpacked(unpacked, tmp_path, "bench", "rollout", *tiniest)
     few = ("--warmup-steps", "1", "--steps", "1", "--num-held-out", "8", "--output-dir", "run")
     assert "held-out accuracy" in run_unpacked(unpacked, tmp_path, "demo", *few)

@@ -169,7 +169,8 @@ def test_grpo_steps_are_timed_in_trls_default_precision_with_the_paths_they_took
         for path in ("graphs", "graphs, compiled")
         for number in (1, 2, 3)
     ]
-    num_padded = TINY.num_sequences * (TINY.prompt_tokens[1] + TINY.longest_in_step)
+    tiny = sizes.TINY
+    num_padded = tiny.num_sequences * (tiny.prompt_tokens[1] + tiny.longest_in_step)
     for trainer in trainers:
         assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
         assert trainer.accelerator.mixed_precision == "bf16"

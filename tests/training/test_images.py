@@ -217,12 +217,16 @@ def test_every_trained_part_is_rolled_out_from_in_the_next_step(tmp_path, part, 
 
 
 @pytest.mark.parametrize("is_adapted", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_copy_in_bfloat16_reads_images(tmp_path, is_adapted):
+def test_rollouts_in_bfloat16_read_images(tmp_path, is_adapted):
     trainer = vision_trainer(tmp_path, bf16=True, peft_config=LORA if is_adapted else None)
     generator = attach(trainer, RolloutConfig(old_logps="trainer"))
     trainer.train()
-    assert generator.manager.model is not generator.manager.engine.trained
-    assert generator.manager.model.model.visual.blocks[0].attn.qkv.weight.dtype == torch.bfloat16
+    # Adapters stay as they are on a CPU, and autocast rounds the weights.
+    is_copied = generator.manager.model is not generator.manager.engine.trained
+    assert is_copied == (not is_adapted)
+    if is_copied:
+        vision = generator.manager.model.model.visual
+        assert vision.blocks[0].attn.qkv.weight.dtype == torch.bfloat16
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     generator.close()
 

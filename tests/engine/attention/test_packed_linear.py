@@ -94,6 +94,22 @@ def test_a_packed_product_is_a_linear_layer(dtype, has_bfloat16, num_rows, size,
     check(outputs.detach(), rows, layer.weight, layer.bias)
 
 
+def test_any_number_of_rows_leaves_few_programs(monkeypatch):
+    layer, seen = torch.nn.Linear(20, 7), set()
+    weights, multiply = packed(layer), torch.ops.mkldnn._linear_pointwise
+
+    def product(rows, *arguments):
+        seen.add(rows.shape[0])
+        return multiply(rows, *arguments)
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", product)
+    for num_rows in range(1, packed_linear.MOST_ROWS + 50):
+        rows = torch.randn(num_rows, 20)
+        check(compute(weights, layer, rows), rows, layer.weight, layer.bias)
+    assert len(seen) == 14
+    assert max(seen) == packed_linear.MOST_ROWS
+
+
 @packable
 def test_weights_that_changed_are_packed_again(dtype):
     layer, rows = torch.nn.Linear(20, 7, dtype=dtype), torch.randn(8, 20, dtype=dtype)

@@ -26,7 +26,10 @@ from cb_rollout.engine.numerics.kernels import multiply, ordered_kernel
 from cb_rollout.errors import error_text
 
 # So few rows are multiplied as fast by a kernel that reads the weight as it is.
-FEW_ROWS = 3
+FEW_ROWS = 4
+
+# With more rows torch's own product gains little from packing.
+MOST_ROWS = 256
 
 # Rows that oneDNN packs a weight for; it takes any other number too.
 PACKED_FOR_ROWS = 64
@@ -116,7 +119,9 @@ def linear(
     if is_kernels and weight_NK.is_contiguous():
         return multiply(rows_BK, weight_NK, bias_N)
     weights: PackedLinear | None = getattr(_ACTIVE, "weights", None)
-    packed = None if weights is None else weights.packed(weight_NK, dtype)
+    packed = None
+    if weights is not None and rows_BK.shape[0] <= MOST_ROWS:
+        packed = weights.packed(weight_NK, dtype)
     held = _product_dtype(dtype) or dtype
     rows_BK, bias_N = rows_BK.to(held), None if bias_N is None else bias_N.to(held)
     if packed is None:
@@ -127,10 +132,18 @@ def linear(
 def multiply_packed(
     rows_BK: torch.Tensor, packed: torch.Tensor, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute a linear layer, `[B, N]`, of a packed weight; all tensors have one dtype."""
+    """Compute a linear layer, `[B, N]`, of a packed weight; all tensors have one dtype.
+
+    For each number of rows oneDNN keeps a program and a buffer of the outputs' size (torch 2.13),
+    so rows are padded to few numbers.
+    """
+    B, K = rows_BK.shape
+    step = 8 if B <= PACKED_FOR_ROWS else 32
+    padded_CK = rows_BK.new_zeros(-(-B // step) * step, K)
+    padded_CK[:B] = rows_BK
     product = torch.ops.mkldnn._linear_pointwise
-    outputs_BN: torch.Tensor = product(rows_BK.contiguous(), packed, bias_N, "none", [], "")
-    return outputs_BN
+    outputs_CN: torch.Tensor = product(padded_CK, packed, bias_N, "none", [], "")
+    return outputs_CN[:B]
 
 
 def prepare(dtype: torch.dtype) -> None:
