@@ -135,7 +135,6 @@ def test_sharded_models_run_one_forward_of_all_rows(ranks, way):
         ("ddp/differs", "padded", "prompts cannot be shared"),
         ("ddp/differs_padded", None, "is switched off"),
         ("fsdp2/differs", None, "is switched off"),
-        ("ddp/reentrant", None, "is switched off"),
     ],
 )
 def test_what_one_process_finds_all_of_them_act_on(ranks, way, layout, said):
@@ -143,6 +142,10 @@ def test_what_one_process_finds_all_of_them_act_on(ranks, way, layout, said):
         assert rank[way]["layout"] == layout
         assert len(rank[way]["said"]) == 1
         assert said in rank[way]["said"][0]
+
+
+def test_reentrant_checkpoints_leave_the_loss_to_the_trainer(ranks):
+    assert {rank["ddp/reentrant"]["layout"] for rank in ranks} == {None}
 
 
 @pytest.mark.parametrize("way", ["ddp/unpacked", "fsdp2/unpacked"])
