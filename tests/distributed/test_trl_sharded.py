@@ -144,10 +144,6 @@ def test_what_one_process_finds_all_of_them_act_on(ranks, way, layout, said):
         assert said in rank[way]["said"][0]
 
 
-def test_reentrant_checkpoints_leave_the_loss_to_the_trainer(ranks):
-    assert {rank["ddp/reentrant"]["layout"] for rank in ranks} == {None}
-
-
 @pytest.mark.parametrize("way", ["ddp/unpacked", "fsdp2/unpacked"])
 def test_a_batch_that_one_process_cannot_pack_does_not_switch_packing_off(ranks, way):
     numbers = [len(rank[way]["num_trained"]) for rank in ranks]

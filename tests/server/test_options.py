@@ -48,7 +48,7 @@ def test_the_command_line_has_every_option_and_refuses_before_it_loads(capsys, m
     assert "serve" in help_text
     assert main(["serve", "/not/there", "--host", "0.0.0.0"]) == 2
     assert (
-        "host='0.0.0.0' can be reached from other machines; set api_key, or host='127.0.0.1'."
+        "--host 0.0.0.0 can be reached from other machines; set --api-key, or --host 127.0.0.1."
         in capsys.readouterr().err
     )
     assert main(["serve", "/not/there", "--api-key", ""]) == 2

@@ -152,10 +152,10 @@ def test_an_unusable_checkpoint_is_one_line_and_exit_code_1(checkpoints, capsys,
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--dtype", "float8"], "dtype='float8' is not one of"),
-        (["--device", "abacus"], "device='abacus' cannot be used"),
-        (["--max-memory-percent", "1.5"], "max_memory_percent=1.5 is outside"),
-        (["--max-memory-percent", "1e-12"], "raise max_memory_percent"),
+        (["--dtype", "float8"], "--dtype float8 is not one of"),
+        (["--device", "abacus"], "--device abacus cannot be used"),
+        (["--max-memory-percent", "1.5"], "--max-memory-percent 1.5 is outside"),
+        (["--max-memory-percent", "1e-12"], "raise --max-memory-percent"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_a_finding(checkpoints, capsys, option, said):

@@ -44,7 +44,9 @@ def trained(output_dir, config=None, **settings):
     return forwards.steps[-1], logged(trainer, "loss"), parameters
 
 
-def test_activations_that_fit_are_kept_and_change_no_gradient(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_activations_that_fit_are_kept_and_change_no_gradient(tmp_path, monkeypatch, is_reentrant):
+    checkpoints = {"activation_checkpointing_kwargs": {"use_reentrant": is_reentrant}}
     config = RolloutConfig(seed=1)
     counts, results = Counter(), {}
     for name, free in (("kept", 4 * GIB), ("computed again", 1 << 20)):
@@ -52,7 +54,7 @@ def test_activations_that_fit_are_kept_and_change_no_gradient(tmp_path, monkeypa
         found = SimpleNamespace(FREE_PER_COPY=devices.FREE_PER_COPY, memory=lambda _, m=memory: m)
         with monkeypatch.context() as patch:
             patch.setattr(packed_loss, "devices", found)
-            counts[name], losses, parameters = trained(tmp_path / name, config)
+            counts[name], losses, parameters = trained(tmp_path / name, config, **checkpoints)
         results[name] = losses, parameters
     assert counts == {"kept": 1, "computed again": 2}
     (kept_losses, kept), (losses, parameters) = results.values()

@@ -219,8 +219,8 @@ class PackedLoss:
             self._max_tokens = config.loss_tokens_per_forward
             self._require_forwards_of_any_size()
         self.tokens = LossTokens()
-        if reason := _obstacle(trainer.args):
-            self._give_up(reason, False)
+        if getattr(trainer.args, "torch_compile", False):
+            self._give_up("torch_compile=True compiles the trainer's own forward", False)
             self._layouts[True] = None
 
     def _require_forwards_of_any_size(self) -> None:
@@ -374,7 +374,8 @@ class PackedLoss:
         def packed() -> list[torch.Tensor]:
             return logprobs(compared.unpacked(compared.scores(range(len(compared.rows)), None)))
 
-        with without_dropout(model), torch.no_grad():
+        # Without gradients, reentrant checkpoints warn that there will be none.
+        with without_dropout(model), hf_compat.keeping_activations(model), torch.no_grad():
             expected = references(
                 lambda: logprobs(own(compared.model, compared.batch)),
                 dtype,
@@ -386,17 +387,6 @@ class PackedLoss:
                 if not (agreement := reference.compare(packed, higher_precision)):
                     return f"log-probabilities are off the trainer's forward by {agreement}"
         return None
-
-
-def _obstacle(args: Any) -> str:
-    """Return the reason why arguments of a trainer rule a packed forward out; "": none does."""
-    if getattr(args, "torch_compile", False):
-        return "torch_compile=True compiles the trainer's own forward"
-    # transformers 5.23 renamed them.
-    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    if any((getattr(args, name, None) or {}).get("use_reentrant") for name in names):
-        return "use_reentrant=True computes layers again without what packing replaced"
-    return ""
 
 
 def _rows_of_batch(
