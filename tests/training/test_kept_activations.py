@@ -56,7 +56,8 @@ def test_activations_that_fit_are_kept_and_change_no_gradient(tmp_path, monkeypa
             patch.setattr(packed_loss, "devices", found)
             counts[name], losses, parameters = trained(tmp_path / name, config, **checkpoints)
         results[name] = losses, parameters
-    assert counts == {"kept": 1, "computed again": 2}
+    # A reentrant checkpoint runs its layer without gradients first.
+    assert counts == {"kept": 1, "computed again": 1 if is_reentrant else 2}
     (kept_losses, kept), (losses, parameters) = results.values()
     assert kept_losses == losses
     assert all(map(torch.equal, kept, parameters))
