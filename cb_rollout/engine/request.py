@@ -192,26 +192,6 @@ class Request:
         """Tokens to sample before anything but the length may end this sequence."""
         return max(self.params.min_new_tokens, self.params.min_length - len(self.prompt_ids))
 
-    def resume_after(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        policy_versions: Sequence[tuple[int, int]],
-    ) -> None:
-        """Continue after tokens that another engine sampled with the same seed.
-
-        None of them ended the sequence. `policy_versions` are runs of (version, number of tokens).
-        """
-        assert not self.num_generated, "it has tokens already"
-        self.token_ids = [*self.prompt_ids, *token_ids]
-        self.logprobs = list(logprobs)
-        start = 0
-        for version, count in policy_versions:
-            self.policy_starts.append((version, start))
-            start += count
-        for token_id in token_ids:
-            self._is_text_done(token_id)
-
     def append(
         self,
         token_id: int,

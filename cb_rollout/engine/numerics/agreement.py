@@ -100,9 +100,7 @@ def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
     )
 
 
-def rounding_noise(
-    expected: Values, other: Values | None, dtype: torch.dtype, least_size: float = LEAST_SIZE
-) -> torch.Tensor:
+def rounding_noise(expected: Values, other: Values | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the noise of a computation at each position, `[P]`, float64.
 
     A position that is exact by chance has the noise of the median position. Noise beyond the root
@@ -112,11 +110,10 @@ def rounding_noise(
         expected: the values, computed in `dtype`.
         other: the same values in a higher precision; None: not measured.
         dtype: precision of the computation.
-        least_size: least size of the values that are rounded.
     """
     eps = torch.finfo(dtype).eps
     finite = [x.detach().double().masked_fill(_is_excluded(x), 0.0) for x in expected]
-    rounding_P = ROUNDING * eps * _root_mean_squares(finite).clamp(min=least_size)
+    rounding_P = ROUNDING * eps * _root_mean_squares(finite).clamp(min=LEAST_SIZE)
     if other is None:
         return rounding_P * (FLOAT32_ROUNDINGS if eps < 1e-6 else HALF_ROUNDINGS)
     noise_P = _root_mean_squares(_distances(expected, other, unknown=0.0))
@@ -127,18 +124,6 @@ def rounding_noise(
 def overall_noise(expected: Values, other: Values | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the noise of all positions together, `[1]`, float64; see `rounding_noise`."""
     return rounding_noise(expected, other, dtype).square().mean().sqrt()[None]
-
-
-def gradient_noise(
-    expected: torch.Tensor, other: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the noise of a gradient, `[1]`, float64: where not measured, half of its digits.
-
-    Arguments are those of `rounding_noise`.
-    """
-    noise = rounding_noise([expected], None if other is None else [other], dtype, least_size=0.0)
-    unmeasured = math.sqrt(torch.finfo(dtype).eps) * _root_mean_squares([expected])
-    return noise if other is not None else unmeasured
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,8 @@ class PackedScores:
     ) -> list[Scores]:
         """Run the rows at `trained` with gradients, and the others without.
 
-        Gradient checkpointing computes no layer again for a single batch of up to
-        `max_kept_tokens`.
+        Where batches with gradients have at most `max_kept_tokens` together, nothing is computed
+        again in the backward pass.
         """
         device = next(self.model.parameters()).device
         others = sorted(set(range(len(self.rows))) - set(trained))

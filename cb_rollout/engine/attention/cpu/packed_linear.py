@@ -73,20 +73,21 @@ class PackedLinear:
 
     def packed(self, weight_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a weight, rounded to `dtype` and packed; None: its product takes it as it is."""
-        held = _product_dtype(dtype)
-        if held is None or not self._is_enabled:
-            return None
+        key = id(weight_NK), dtype
+        if (packed := self._packed.get(key)) is not None:
+            return packed
         if self._fits is None:
             self.plan(devices.memory(CPU).free_bytes, dtype)
         if self._weights is None:
-            weights = _linear_weights(self._model) if self._fits else []
+            weights = _linear_weights(self._model) if self._is_enabled and self._fits else []
             self._weights = {id(weight): weight for weight in weights}
-        key = id(weight_NK), dtype
-        if id(weight_NK) in self._weights and key not in self._packed:
-            rounded_NK = weight_NK.detach().to(dtype).to(held)
-            reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._packed[key] = reorder(rounded_NK, PACKED_FOR_ROWS)
-        return self._packed.get(key)
+        held = _product_dtype(dtype)
+        if held is None or id(weight_NK) not in self._weights:
+            return None
+        rounded_NK = weight_NK.detach().to(dtype).to(held)
+        packed = torch.ops.mkldnn._reorder_linear_weight(rounded_NK, PACKED_FOR_ROWS)
+        self._packed[key] = packed
+        return packed
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -139,8 +140,11 @@ def multiply_packed(
     """
     B, K = rows_BK.shape
     step = 8 if B <= PACKED_FOR_ROWS else 32
-    padded_CK = rows_BK.new_zeros(-(-B // step) * step, K)
-    padded_CK[:B] = rows_BK
+    size = -(-B // step) * step
+    padded_CK = rows_BK.contiguous()
+    if size > B:
+        padded_CK = rows_BK.new_zeros(size, K)
+        padded_CK[:B] = rows_BK
     product = torch.ops.mkldnn._linear_pointwise
     outputs_CN: torch.Tensor = product(padded_CK, packed, bias_N, "none", [], "")
     return outputs_CN[:B]
