@@ -159,7 +159,8 @@ class ModelRunner:
             token_ids = hf_compat.text_token_ids(self.model)
             dtype, precisely = self.compute_dtype, self.computing_in
             forward = Traceable(self.decode, backend.cache, token_ids, dtype, precisely)
-            backend.traced_forward.warm_up(forward)
+            with self.packed_linear.active():
+                backend.traced_forward.warm_up(forward)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:

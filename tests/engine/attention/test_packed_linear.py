@@ -59,7 +59,7 @@ def test_a_product_is_a_linear_layer(dtype, num_rows, size, seed, is_strided):
 def test_a_product_of_many_numbers_is_one_too(dtype, num_rows):
     rows, weight = numbers(num_rows, 300, dtype=dtype), numbers(401, 300, dtype=dtype)
     bias = numbers(1, dtype=dtype).expand(401)
-    check(packed_linear.linear(rows, weight, bias), rows, weight, bias)
+    check(packed_linear.linear(rows, [weight], [bias]), rows, weight, bias)
 
 
 packable = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -110,6 +110,105 @@ def test_any_number_of_rows_leaves_few_programs(monkeypatch):
     assert max(seen) == packed_linear.MOST_ROWS
 
 
+class Layers(torch.nn.Module):
+    """Three layers of the same inputs, one of which may be given other inputs in between."""
+
+    def __init__(self, dtype, bias):
+        super().__init__()
+        sizes = 7, 3, 12
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(20, size, bias=bias, dtype=dtype) for size in sizes
+        )
+
+    def forward(self, rows, between=lambda rows, outputs: rows):
+        outputs = []
+        for layer in self.layers:
+            outputs.append(layer(rows))
+            rows = between(rows, outputs)
+        return outputs
+
+    def join(self, weights, rows):
+        parameters = [[layer.weight for layer in self.layers]]
+        if self.layers[0].bias is not None:
+            parameters.append([layer.bias for layer in self.layers])
+        with weights.active(), torch.no_grad():
+            return packed_linear.linear(rows, *parameters)
+
+
+def run_layers(model, weights, rows, dtype=None, **arguments):
+    with weights.replacing_linear(dtype or rows.dtype), torch.no_grad():
+        return model(rows, **arguments)
+
+
+@packable
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_of_the_same_rows_are_packed_as_one(dtype, bias, monkeypatch):
+    model, rows = Layers(dtype, bias), torch.randn(8, 20, dtype=dtype)
+    weights = PackedLinear(model, is_enabled=True)
+    run_layers(model, weights, rows)
+    assert len(weights._packed) == 3
+    joined = model.join(weights, rows)
+    # No weight is held twice, and the model's own forward takes the joined ones.
+    assert len(weights._packed) == 1
+    seen, product = [], torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda *a: seen.append(a[0]) or product(*a)
+    )
+    for num_rows in (8, 3):
+        outputs = run_layers(model, weights, rows[:num_rows].view(1, num_rows, 20))
+        for layer, got in zip(model.layers, outputs, strict=True):
+            check(got[0], rows[:num_rows], layer.weight, layer.bias)
+    assert len(seen) == 1
+    assert torch.equal(torch.cat(run_layers(model, weights, rows), 1), joined)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.mul_(2)
+    weights.forget()
+    for layer, got in zip(model.layers, run_layers(model, weights, rows), strict=True):
+        check(got, rows, layer.weight, layer.bias)
+    assert len(weights._packed) == 1
+
+
+def test_joined_layers_of_other_inputs_are_computed_again():
+    model, rows = Layers(torch.float32, True), torch.randn(8, 20)
+    weights = PackedLinear(model, is_enabled=True)
+    model.join(weights, rows)
+    first, second, third = model.layers
+
+    def other(rows, outputs):
+        return rows * 2
+
+    def written(rows, outputs):
+        return rows.mul_(2)
+
+    for between in (other, written):
+        given, expected = rows.clone(), rows
+        for layer, got in zip(
+            model.layers, run_layers(model, weights, given, between=between), strict=True
+        ):
+            check(got, expected, layer.weight, layer.bias)
+            expected = expected * 2
+
+    def run(*layers):
+        with weights.replacing_linear(rows.dtype), torch.no_grad():
+            return [layer(rows) for layer in layers]
+
+    # A layer that is called twice gives tensors that its caller may write to.
+    once, twice = run(second, second)
+    once.zero_()
+    check(twice, rows, second.weight, second.bias)
+    # A call with a bias that is not the layer's gets that one.
+    bias = torch.randn(3)
+    with weights.replacing_linear(rows.dtype), torch.no_grad():
+        check(functional.linear(rows, second.weight, bias), rows, second.weight, bias)
+    # A weight that is gone leaves its layers alone.
+    model.layers[1] = torch.nn.Linear(20, 3)
+    weights.forget()
+    for layer, got in zip((first, third), run(first, third), strict=True):
+        check(got, rows, layer.weight, layer.bias)
+    assert len(weights._packed) == 2
+
+
 @packable
 def test_weights_that_changed_are_packed_again(dtype):
     layer, rows = torch.nn.Linear(20, 7, dtype=dtype), torch.randn(8, 20, dtype=dtype)
@@ -127,9 +226,9 @@ def test_other_weights_are_taken_as_they_are(monkeypatch):
     layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
     weights, other = packed(layer), torch.randn(5, 20)
     with weights.active():
-        check(packed_linear.linear(rows, other), rows, other)
+        check(packed_linear.linear(rows, [other]), rows, other)
         transposed = torch.randn(20, 5).t()
-        check(packed_linear.linear(rows[:2], transposed), rows[:2], transposed)
+        check(packed_linear.linear(rows[:2], [transposed]), rows[:2], transposed)
     assert not weights._packed
 
 
@@ -159,6 +258,21 @@ def test_few_rows_need_no_compiler(monkeypatch, has_compiler):
     check(compute(packed(layer), layer, rows), rows, layer.weight, layer.bias)
     packed_linear._can_multiply.cache_clear()
     assert bool(seen) == has_compiler
+
+
+@pytest.mark.parametrize("num_rows", [2, 8])
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_joined_layers_under_autocast_compute_as_their_own(num_rows, has_bfloat16, monkeypatch):
+    monkeypatch.setattr(packed_linear, "multiplies_bfloat16", lambda: has_bfloat16)
+    model, rows = Layers(torch.float32, True), torch.randn(num_rows, 20)
+    weights = PackedLinear(model, is_enabled=True)
+    joined = model.join(weights, rows.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = run_layers(model, weights, rows, torch.bfloat16)
+    assert torch.equal(torch.cat(outputs, 1), joined)
+    for layer, got in zip(model.layers, outputs, strict=True):
+        check(got, *(given.bfloat16() for given in (rows, layer.weight, layer.bias)))
+    assert len(weights._packed) == 1
 
 
 @pytest.mark.parametrize("num_rows", [2, 8])
@@ -199,5 +313,5 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
     packed_linear._can_multiply.cache_clear()
     packed_linear.prepare(dtype)
     rows, weight = numbers(2, 20, dtype=dtype), numbers(7, 20, dtype=dtype)
-    check(packed_linear.linear(rows, weight), rows, weight)
+    check(packed_linear.linear(rows, [weight]), rows, weight)
     packed_linear._can_multiply.cache_clear()

@@ -188,11 +188,16 @@ def test_a_bias_for_each_row_is_not_taken_for_a_linear_layers_bias():
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("llama", 15), ("qwen3", 15), ("gpt2", 1)])
-def test_linear_layers_are_found(family, num_layers):
+@pytest.mark.parametrize(
+    ("family", "num_layers", "num_products"), [("llama", 15, 9), ("qwen3", 15, 9), ("gpt2", 1, 1)]
+)
+def test_linear_layers_are_found_and_those_of_the_same_rows_joined(
+    family, num_layers, num_products
+):
     traced = trace_of(runner_of(tiny_model(family)))
     found = [node for node in traced.graph.nodes if node.target is linear]
-    assert len(found) == num_layers
+    assert len(found) == num_products
+    assert sum(len(node.args[1]) for node in found) == num_layers
 
 
 def test_a_scaled_product_is_not_taken_for_a_linear_layer():

@@ -25,6 +25,7 @@ from cb_rollout.engine.attention.decode_cache import (
     UnsupportedAttentionError,
     unsupported_states,
 )
+from cb_rollout.engine.attention.joined_products import LinearNode, linear_nodes, replace_by_columns
 from cb_rollout.engine.attention.traced_forward import Tracing, call_attention
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
@@ -38,6 +39,8 @@ from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYP
 aten = torch.ops.aten
 
 CPU = torch.device("cpu")
+
+_LINEAR = torch.ops.cb_rollout.linear.default
 
 # torch's own functions take half the time to call that operators take.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -63,7 +66,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     torch.ops.cb_rollout.attend.default: call_attention,
     torch.ops.cb_rollout.grouped_product.default: inductor.grouped_product,
-    torch.ops.cb_rollout.linear.default: packed_linear.linear,
+    _LINEAR: packed_linear.linear,
 }
 
 METHODS: dict[Any, str] = {
@@ -86,21 +89,31 @@ _ARGUMENTS = (
 
 
 def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute the linear layers of a traced graph by `packed_linear`, in place."""
-    for target in (aten.mm.default, aten.addmm.default):
-        for node in graph.find_nodes(op="call_function", target=target):
-            *bias, rows, transposed = node.args
-            outputs = node.meta["val"]
-            is_plain = outputs.dtype in TYPES and not node.kwargs
-            is_linear = is_plain and transposed.target is aten.t.default
-            if is_linear and all(b.meta["val"].shape == outputs.shape[1:] for b in bias):
-                weight = transposed.args[0]
-                # Autocast rounds the weight, which is packed rounded.
-                if weight.target is aten._to_copy.default:
-                    weight = weight.args[0]
-                node.target = torch.ops.cb_rollout.linear.default
-                node.args = (rows, weight, *(bias or [None]))
+    """Compute the linear layers of a traced graph by `packed_linear`, in place.
+
+    Layers of the same rows, as query, key and value, are one product.
+    """
+    for same_rows in linear_nodes(graph):
+        plain = [layer for layer in same_rows if layer.node.meta["val"].dtype in TYPES]
+        # What the forward computes may come after the first product.
+        held = [layer for layer in plain if all(x.op == "placeholder" for x in _weights_of(layer))]
+        computed = [[layer] for layer in plain if layer not in held]
+        for layers in ([held] if held else []) + computed:
+            weights_NK, *biases_N = zip(*map(_weights_of, layers), strict=True)
+            first, biases = layers[0], biases_N[0] if biases_N else ()
+            with graph.inserting_before(first.node):
+                product = inductor.call_function(graph, _LINEAR, first.rows, weights_NK, biases)
+            replace_by_columns(graph, layers, product)
     return weights
+
+
+def _weights_of(layer: LinearNode) -> list[fx.Node]:
+    """Return the weight and the bias of a layer, as before autocast: weights are packed rounded."""
+    tensors = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+    return [
+        node.all_input_nodes[0] if node.target is aten._to_copy.default else node
+        for node in tensors
+    ]
 
 
 def simplify(graph: fx.Graph) -> None:

@@ -2,14 +2,15 @@
 
 A product of few rows takes as long as bringing the weight into the order that the product reads it
 in. torch's own linear layer does that in every call; here it is done once for each version of the
-weights. Called by the thread that runs a forward.
+weights. Layers of the same rows, as query, key and value, are packed as one. Called by the thread
+that runs a forward.
 
 B: rows, K: inputs of a linear layer, N: its outputs.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -51,8 +52,9 @@ class PackedLinear:
     def __init__(self, model: torch.nn.Module, *, is_enabled: bool) -> None:
         self._model, self._is_enabled = model, is_enabled
         self._fits: bool | None = None
-        self._weights: dict[int, torch.Tensor] | None = None
-        self._packed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._layers: dict[int, torch.nn.Linear] | None = None
+        self._packed: dict[tuple[object, ...], torch.Tensor] = {}
+        self._joined: dict[int, Sequence[torch.Tensor]] = {}
 
     def plan(self, free_bytes: int, dtype: torch.dtype) -> int:
         """Decide whether to pack; return the bytes of all packed weights, 0 if none is packed.
@@ -60,7 +62,7 @@ class PackedLinear:
         `dtype` is that of the rows.
         """
         held = _product_dtype(dtype) if self._is_enabled else None
-        size = sum(map(torch.numel, _linear_weights(self._model)))
+        size = sum(layer.weight.numel() for layer in _linear_layers(self._model).values())
         packed = 0 if held is None else held.itemsize * size
         self._fits = devices.FREE_PER_COPY * packed <= free_bytes
         if not self._fits:
@@ -69,25 +71,44 @@ class PackedLinear:
 
     def forget(self) -> None:
         """Drop all packed weights: they changed, or their memory is needed."""
-        self._weights, self._packed = None, {}
+        self._layers, self._packed = None, {}
 
-    def packed(self, weight_NK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a weight, rounded to `dtype` and packed; None: its product takes it as it is."""
-        key = id(weight_NK), dtype
+    def packed(self, weights_NK: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+        """Return weights, rounded to `dtype` and packed as one; None: take them as they are."""
+        key = *map(id, weights_NK), dtype
         if (packed := self._packed.get(key)) is not None:
             return packed
-        if self._fits is None:
-            self.plan(devices.memory(CPU).free_bytes, dtype)
-        if self._weights is None:
-            weights = _linear_weights(self._model) if self._is_enabled and self._fits else []
-            self._weights = {id(weight): weight for weight in weights}
-        held = _product_dtype(dtype)
-        if held is None or id(weight_NK) not in self._weights:
+        held, layers = _product_dtype(dtype), self._packable(dtype)
+        if held is None or not all(id(weight) in layers for weight in weights_NK):
             return None
-        rounded_NK = weight_NK.detach().to(dtype).to(held)
+        if len(weights_NK) > 1:
+            for weight in weights_NK:
+                self._joined[id(weight)] = weights_NK
+                self._packed.pop((id(weight), dtype), None)
+        rounded = [weight.detach().to(dtype).to(held) for weight in weights_NK]
+        rounded_NK = rounded[0] if len(rounded) == 1 else torch.cat(rounded)
         packed = torch.ops.mkldnn._reorder_linear_weight(rounded_NK, PACKED_FOR_ROWS)
         self._packed[key] = packed
         return packed
+
+    def joined_with(self, weight: torch.Tensor, dtype: torch.dtype) -> list[torch.nn.Linear]:
+        """Return the layers whose weights are packed as one with this one; []: it is alone."""
+        layers = self._packable(dtype)
+        joined = self._joined.get(id(weight), ())
+        return [layers[id(other)] for other in joined]
+
+    def _packable(self, dtype: torch.dtype) -> dict[int, torch.nn.Linear]:
+        """Return the layers that are packed, by the `id` of their weights."""
+        if self._fits is None:
+            self.plan(devices.memory(CPU).free_bytes, dtype)
+        if self._layers is None:
+            self._layers = _linear_layers(self._model) if self._is_enabled and self._fits else {}
+            self._joined = {
+                key: weights
+                for key, weights in self._joined.items()
+                if all(id(weight) in self._layers for weight in weights)
+            }
+        return self._layers
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -106,28 +127,48 @@ class PackedLinear:
 
 
 def linear(
-    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+    rows_BK: torch.Tensor,
+    weights_NK: Sequence[torch.Tensor],
+    biases_N: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Compute a linear layer, `[B, N]`, in the way that is fastest for its number of rows.
+    """Compute linear layers of the same rows in the way that is fastest for the number of rows.
 
     All tensors are on a CPU. A weight in another dtype than the rows is rounded to it. Results of
-    bfloat16 are summed in float32 and rounded once.
+    bfloat16 are summed in float32 and rounded once. There is a bias for each weight, or none.
+
+    Returns:
+        The outputs of all layers, one after the other: `[B, sum of N]`.
     """
     dtype = rows_BK.dtype
     is_few = rows_BK.shape[0] <= FEW_ROWS and _can_multiply(dtype)
     # Bitwise forwards take one kernel for any number of rows.
-    is_kernels = (is_few or operators.are_installed()) and weight_NK.dtype == dtype
-    if is_kernels and weight_NK.is_contiguous():
-        return multiply(rows_BK, weight_NK, bias_N)
+    has_kernel = (is_few or operators.are_installed()) and all(
+        tensor.dtype == dtype and tensor.is_contiguous() for tensor in (*weights_NK, *biases_N)
+    )
+    if has_kernel:
+        return _each(multiply, rows_BK, weights_NK, biases_N)
+    held = _product_dtype(dtype) or dtype
+    rows_BK, biases_N = rows_BK.to(held), [bias.to(dtype).to(held) for bias in biases_N]
     weights: PackedLinear | None = getattr(_ACTIVE, "weights", None)
     packed = None
     if weights is not None and rows_BK.shape[0] <= MOST_ROWS:
-        packed = weights.packed(weight_NK, dtype)
-    held = _product_dtype(dtype) or dtype
-    rows_BK, bias_N = rows_BK.to(held), None if bias_N is None else bias_N.to(held)
-    if packed is None:
-        return functional.linear(rows_BK, weight_NK.to(dtype).to(held), bias_N).to(dtype)
-    return multiply_packed(rows_BK, packed, bias_N).to(dtype)
+        packed = weights.packed(weights_NK, dtype)
+    if packed is not None:
+        bias_N = torch.cat(biases_N) if biases_N else None
+        return multiply_packed(rows_BK, packed, bias_N).to(dtype)
+    rounded_NK = [weight.to(dtype).to(held) for weight in weights_NK]
+    return _each(functional.linear, rows_BK, rounded_NK, biases_N).to(dtype)
+
+
+def _each(
+    layer: Callable[..., torch.Tensor],
+    rows_BK: torch.Tensor,
+    weights_NK: Sequence[torch.Tensor],
+    biases_N: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    pairs = zip(weights_NK, biases_N or [None] * len(weights_NK), strict=True)
+    outputs_BN = [layer(rows_BK, weight_NK, bias_N) for weight_NK, bias_N in pairs]
+    return outputs_BN[0] if len(outputs_BN) == 1 else torch.cat(outputs_BN, dim=1)
 
 
 def multiply_packed(
@@ -164,13 +205,14 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype == torch.float32 else None
 
 
-def _linear_weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the weights of a model's linear layers on a CPU, each once."""
+def _linear_layers(model: torch.nn.Module) -> dict[int, torch.nn.Linear]:
+    """Return a model's linear layers on a CPU by the `id` of their weights, each weight once."""
     layers = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
-    weights = (layer.weight for layer in layers if layer.weight.device.type == "cpu")
-    return list(
-        {id(weight): weight for weight in weights if weight.dtype.is_floating_point}.values()
-    )
+    return {
+        id(layer.weight): layer
+        for layer in layers
+        if layer.weight.device.type == "cpu" and layer.weight.dtype.is_floating_point
+    }
 
 
 @cache
@@ -191,6 +233,8 @@ class _ReplacedLinear(TorchFunctionMode):
     def __init__(self, weights: PackedLinear, dtype: torch.dtype) -> None:
         super().__init__()
         self._weights, self._dtype = weights, dtype
+        self._joined_inputs: tuple[torch.Tensor, int] | None = None
+        self._joined_outputs: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
         self,
@@ -205,29 +249,59 @@ class _ReplacedLinear(TorchFunctionMode):
         bias = rest[0] if rest else None
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
-            inputs, bias = inputs.to(dtype), None if bias is None else bias.to(dtype)
-            is_ours = weight.dtype.is_floating_point
+            is_ours = weight.dtype.is_floating_point and self._dtype == dtype
         else:
-            is_ours = weight.dtype == self._dtype
-        tensors = [inputs] if bias is None else [inputs, bias]
-        is_plain = bias is None or bias.shape == weight.shape[:1]
-        if not (is_ours and is_plain and all(t.dtype == self._dtype for t in tensors)):
+            tensors = [inputs, weight] if bias is None else [inputs, weight, bias]
+            is_ours = all(tensor.dtype == self._dtype for tensor in tensors)
+        if not is_ours or (bias is not None and bias.shape != weight.shape[:1]):
             return func(*args)
-        rows = inputs.reshape(-1, inputs.shape[-1])
         with self._weights.active():
-            outputs = torch.ops.cb_rollout.linear(rows, weight, bias)
+            outputs = self._outputs(inputs, weight, bias)
         return outputs.view(*inputs.shape[:-1], outputs.shape[-1])
+
+    def _outputs(
+        self, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return outputs for all rows, which a layer of the same inputs may have computed."""
+        rows = inputs.to(self._dtype).reshape(-1, inputs.shape[-1])
+        if rows.shape[0] <= MOST_ROWS and not inputs.is_inference():
+            layers = self._weights.joined_with(weight, self._dtype)
+            if any(layer.weight is weight and layer.bias is bias for layer in layers):
+                return self._joined(inputs, rows, weight, layers)
+        return torch.ops.cb_rollout.linear(rows, [weight], [] if bias is None else [bias])
+
+    def _joined(
+        self,
+        inputs: torch.Tensor,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        layers: Sequence[torch.nn.Linear],
+    ) -> torch.Tensor:
+        """Return outputs of one of the layers that are packed as one, computed together."""
+        known, version = self._joined_inputs or (None, 0)
+        is_known = known is inputs and version == inputs._version
+        if not is_known or id(weight) not in self._joined_outputs:
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            weights = [layer.weight for layer in layers]
+            outputs = torch.ops.cb_rollout.linear(rows, weights, biases)
+            columns = outputs.split([layer.out_features for layer in layers], dim=1)
+            self._joined_inputs = inputs, inputs._version
+            self._joined_outputs = dict(zip(map(id, weights), columns, strict=True))
+        # A caller may write to them, so they are returned once.
+        return self._joined_outputs.pop(id(weight))
 
 
 # An operator, so that a traced graph may hold it and inductor compile it.
-torch.library.define("cb_rollout::linear", "(Tensor rows, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.define(
+    "cb_rollout::linear", "(Tensor rows, Tensor[] weights, Tensor[] biases) -> Tensor"
+)
 
 
 @torch.library.register_fake("cb_rollout::linear")
 def _output_of_linear(
-    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+    rows_BK: torch.Tensor, weights_NK: Sequence[torch.Tensor], biases_N: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    return rows_BK.new_empty(rows_BK.shape[0], weight_NK.shape[0])
+    return rows_BK.new_empty(rows_BK.shape[0], sum(weight.shape[0] for weight in weights_NK))
 
 
 torch.library.impl("cb_rollout::linear", "CPU", linear)

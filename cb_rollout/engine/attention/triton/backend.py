@@ -10,7 +10,6 @@ B: rows. Of a grouped product: S: rows, G: groups, M: size of a row, N: of a res
 
 import importlib.util
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import fx
@@ -19,6 +18,11 @@ from cb_rollout.compat import inductor
 from cb_rollout.compat.moe import waits_for_groups
 from cb_rollout.engine.attention.backend import AttentionBackend
 from cb_rollout.engine.attention.decode_cache import DecodeInputs, unsupported_states
+from cb_rollout.engine.attention.joined_products import (
+    LinearNode,
+    linear_nodes,
+    replace_by_columns,
+)
 from cb_rollout.engine.attention.shared_prefix import (
     STRETCH_INTERVAL,
     AttentionMetadata,
@@ -33,8 +37,6 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 
 aten = torch.ops.aten
-
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 # Ampere, the first whose tensor cores take bfloat16, and that copies memory asynchronously.
 LEAST_CAPABILITY = (8, 0)
@@ -55,15 +57,9 @@ def join_products(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Te
     inputs = graph.find_nodes(op="placeholder")
     tensors = dict(zip(inputs[-len(weights) :], weights, strict=True)) if weights else {}
     joined: list[torch.Tensor] = []
-    products: dict[tuple[object, ...], list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs:
-            *bias, rows, weight = node.args
-            source = rows.args[0] if rows.target in _VIEWS else rows
-            if weight.target is aten.t.default and tensors.keys() >= {weight.args[0], *bias}:
-                products.setdefault((source, len(bias)), []).append(node)
-    for nodes in products.values():
-        for neighbours in _runs_of_neighbours(nodes, tensors):
+    for layers in linear_nodes(graph):
+        held = [layer for layer in layers if tensors.keys() >= set(_weights_of(layer))]
+        for neighbours in _runs_of_neighbours(held, tensors):
             if len(neighbours) > 1:
                 _join(graph, neighbours, tensors, joined)
     return [*weights, *joined]
@@ -82,24 +78,22 @@ def _spanning(
     return node
 
 
-def _weights_of(product: fx.Node) -> list[fx.Node]:
-    """Return the weight of a product, and its bias if it has one."""
-    *bias, _, weight = product.args
-    assert isinstance(weight, fx.Node)
-    return [weight.args[0], *bias]  # pyright: ignore[reportReturnType]
+def _weights_of(layer: LinearNode) -> list[fx.Node]:
+    """Return the weight of a layer, and its bias if it has one."""
+    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
 
 
 def _runs_of_neighbours(
-    nodes: Sequence[fx.Node], tensors: dict[fx.Node, torch.Tensor]
-) -> list[list[fx.Node]]:
-    """Split products of the same rows where a weight does not follow the one before it."""
-    runs = [[nodes[0]]]
-    for before, after in pairwise(nodes):
-        pairs = zip(_weights_of(before), _weights_of(after), strict=True)
-        if all(_follows(tensors[weight], tensors[other]) for weight, other in pairs):
-            runs[-1].append(after)
+    layers: Sequence[LinearNode], tensors: dict[fx.Node, torch.Tensor]
+) -> list[list[LinearNode]]:
+    """Split layers of the same rows where a weight does not follow the one before it."""
+    runs: list[list[LinearNode]] = []
+    for layer in layers:
+        pairs = zip(_weights_of(runs[-1][-1]), _weights_of(layer), strict=True) if runs else ()
+        if runs and all(_follows(tensors[weight], tensors[other]) for weight, other in pairs):
+            runs[-1].append(layer)
         else:
-            runs.append([after])
+            runs.append([layer])
     return runs
 
 
@@ -117,27 +111,21 @@ def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
 
 def _join(
     graph: fx.Graph,
-    nodes: Sequence[fx.Node],
+    layers: Sequence[LinearNode],
     tensors: dict[fx.Node, torch.Tensor],
     joined: list[torch.Tensor],
 ) -> None:
-    """Replace products by slices of one product of all their weights."""
-    first, rows = nodes[0], nodes[0].args[-2]
+    """Replace layers by slices of one product of all their weights."""
+    first = layers[0]
     wholes = [
         _spanning(graph, [tensors[weight] for weight in weights], joined)
-        for weights in zip(*map(_weights_of, nodes), strict=True)
+        for weights in zip(*map(_weights_of, layers), strict=True)
     ]
-    with graph.inserting_before(first):
+    with graph.inserting_before(first.node):
         transposed = inductor.call_function(graph, aten.t.default, wholes[0])
-        whole = inductor.call_function(graph, first.target, *wholes[1:], rows, transposed)
-        start = 0
-        for node in nodes:
-            end = start + node.meta["val"].shape[1]
-            columns = inductor.call_function(graph, aten.slice.Tensor, whole, 1, start, end)
-            node.replace_all_uses_with(columns)
-            start = end
-    for node in nodes:
-        graph.erase_node(node)
+        target = first.node.target
+        whole = inductor.call_function(graph, target, *wholes[1:], first.rows, transposed)
+    replace_by_columns(graph, layers, whole)
 
 
 TRACING = Tracing(

@@ -1,0 +1,52 @@
+"""Find the linear layers of a traced graph, and compute those of the same rows as one product."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from cb_rollout.compat import inductor
+
+aten = torch.ops.aten
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearNode:
+    """A linear layer of a traced graph."""
+
+    node: fx.Node
+    """The product, with its bias if it has one."""
+    rows: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
+    """Return a graph's linear layers, those of the same rows together, with and without bias."""
+    groups: dict[tuple[object, ...], list[LinearNode]] = {}
+    for node in graph.nodes:
+        if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+            continue
+        *biases, rows, transposed = node.args
+        shapes = [bias.meta["val"].shape for bias in biases]
+        if transposed.target is aten.t.default and shapes in ([], [node.meta["val"].shape[1:]]):
+            source = rows.args[0] if rows.target in _VIEWS else rows
+            key = source, transposed.meta["val"].shape[0], bool(biases)
+            layer = LinearNode(node, rows, transposed.args[0], biases[0] if biases else None)
+            groups.setdefault(key, []).append(layer)
+    return list(groups.values())
+
+
+def replace_by_columns(graph: fx.Graph, layers: Sequence[LinearNode], product: fx.Node) -> None:
+    """Take the outputs of layers from the columns of one product, which stands before the first."""
+    start = 0
+    with graph.inserting_after(product):
+        for node in [layer.node for layer in layers]:
+            end = start + node.meta["val"].shape[1]
+            columns = inductor.call_function(graph, aten.slice.Tensor, product, 1, start, end)
+            node.replace_all_uses_with(columns)
+            graph.erase_node(node)
+            start = end
