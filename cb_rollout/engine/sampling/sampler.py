@@ -16,7 +16,6 @@ from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling import cpu
 from cb_rollout.engine.sampling.draw import Sampled, SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
 from cb_rollout.metrics.registry import EngineCounters
@@ -199,9 +198,6 @@ def create_token_sampler(
     never_sampled: Sequence[int] = (),
 ) -> TokenSampler:
     """Create the token sampler that the settings ask for; see `TokenSampler`."""
-    if device.type == "cpu":
-        # Compile now, not in a rollout's first step.
-        cpu.prepare()
     mode, keeps = reported_mode(config), keeps_ids(config)
     return TokenSampler(device, mode, counters, never_sampled, keeps_ids=keeps)
 
