@@ -183,9 +183,7 @@ class TokenSampler:
         batch = create_sampling_batch(requests, self._device, never_sampled)
         processing = None
         if any(request.is_adjusted for request in requests):
-            previous = self._cached[2] if is_recurring and self._cached is not None else None
-            rows = requests, vocab_size, self._device
-            processing = LogitsProcessing(*rows, previous, never_sampled)
+            processing = LogitsProcessing(requests, vocab_size, self._device, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
