@@ -14,7 +14,7 @@ from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import NO_TABLE_ROW, Request
-from cb_rollout.engine.sampling.sampler import append_each
+from cb_rollout.engine.sampling.sampler import HostSampled, append_row
 from cb_rollout.engine.scheduler import scheduler as scheduling
 from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
@@ -57,10 +57,11 @@ class FakeSampler:
         places = [(request.seed, request.num_generated) for request in requests]
         logprobs = [expected_logprob(index, version) for _, index in places]
         tokens = [expected_token(*place) for place in places]
-        return append_each(requests, tokens, logprobs, [True] * len(requests), version)
+        results = HostSampled(tokens, logprobs, [True] * len(requests), [], [], [], [], [])
+        return self.append(requests, results, version)
 
     def append(self, requests, results, version):
-        return append_each(requests, results.tokens, results.logprobs, results.is_valid, version)
+        return sum(append_row(r, results, row, version) for row, r in enumerate(requests))
 
 
 class CheckedScheduler(Scheduler):
