@@ -138,7 +138,6 @@ class Engine:
         choose_compilation(self._runner, self.config)
         # Anew for another layout: a later check may find more, or less.
         self._runner.cuts_images.clear()
-        self._runner.shares_prefill.clear()
         reads_images = bool(multimodal.image_encoders(self.model))
         max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
         self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
@@ -279,9 +278,7 @@ class Engine:
 
     def add(self, request: Request) -> None:
         if request.images is not None:
-            kind = request.images.kind
-            request.images.may_be_cut = self._runner.cuts_images.get(kind, False)
-            request.images.may_share_prefill = kind in self._runner.shares_prefill
+            request.images.may_be_cut = self._runner.cuts_images.get(request.images.kind, False)
         else:
             # With images, equal token ids may stand for different pictures.
             request.history = self._history.of(request.prompt_ids)

@@ -11,6 +11,7 @@ a row, A: axes of positions.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,7 @@ import torch
 from cb_rollout.compat import multimodal
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
-from cb_rollout.engine.images.inputs import joined_tensors
-from cb_rollout.engine.images.prompt_images import PromptImages
+from cb_rollout.engine.images.prompt_images import PromptImages, joined
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
 
@@ -77,13 +77,19 @@ def _joined_images(
 ) -> dict[str, torch.Tensor]:
     """Return a forward's positions, `[A, 1, N]` or `[A, B, S]`, and its arguments of images.
 
-    Tensors of images are joined end to end, those of tokens along `dim`: 1 in a packed batch, 0 in
-    a padded batch. Each of the `rows` has its number of tokens.
+    Tensors of images are joined end to end, those of tokens along `dim`, with zeros for a row of
+    text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has its number of tokens.
     """
-    tensors = [row.arguments(names, num_tokens) for row, num_tokens in rows]
-    lengths = [num_tokens for _, num_tokens in rows]
+    of_rows = [row.arguments(names, num_tokens) for row, num_tokens in rows]
     per_token = frozenset(name for row, _ in rows if row.images for name in row.images.of_tokens)
-    arguments = joined_tensors(tensors, lengths, per_token, dim)
+    arguments: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(chain(*of_rows)):
+        tensors = [own[name] for own in of_rows if name in own]
+        if name in per_token:
+            shape = tensors[0].shape[2:]
+            zeros = [tensors[0].new_zeros(1, num_tokens, *shape) for _, num_tokens in rows]
+            tensors = [own.get(name, zero) for own, zero in zip(of_rows, zeros, strict=True)]
+        arguments[name] = joined(tensors, dim if name in per_token else 0)
     # A model without axes takes (1, N) or (B, S).
     has_axes = len(positions_ABS) > 1
     return arguments | {"position_ids": positions_ABS if has_axes else positions_ABS[0]}

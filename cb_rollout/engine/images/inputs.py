@@ -1,18 +1,17 @@
-"""Prepare the inputs of a prefill of prompts with images: tensors and positions of its rows.
+"""Prepare the inputs of a prefill of a prompt with images: its tensors and positions.
 
-A: axes of positions, N: new tokens of all rows, T: tokens of a prompt.
+A: axes of positions, T: tokens of a prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain
 
 import torch
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.images.prompt_images import PromptImages, joined
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.memory import device as devices
 
 
@@ -44,7 +43,7 @@ class ImageInputs:
         of_prompt = images.positions[..., start:stop].to(self._device)
         first, offset = max(start, images.num_prompt_tokens), images.position_offset
         later = torch.arange(first + offset, max(first, stop) + offset, device=self._device)
-        return joined_positions([of_prompt, later[None]])
+        return torch.cat([of_prompt, later.expand(*of_prompt.shape[:-1], -1)], -1)
 
     def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
         new = [prompt for prompt in prompts if prompt[1].positions is None]
@@ -59,37 +58,3 @@ class ImageInputs:
                 positions = multimodal.prompt_positions(self._model, input_ids_1T, arguments)
                 images.position_offset = int(positions.flatten()[-1]) - num_tokens
                 images.positions = positions[..., :num_tokens].cpu()
-
-
-def joined_positions(positions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the position ids of rows as of one, `[1, N]` or `[A, 1, N]`.
-
-    Each row has `[1, tokens]` or `[A, 1, tokens]`; one of text has the same position in all axes.
-    """
-    most = max(positions, key=torch.Tensor.dim)
-    if most.dim() > 2:
-        axes = len(most)
-        positions = [row.expand(axes, 1, -1) if row.dim() == 2 else row for row in positions]
-    return joined(positions, -1)
-
-
-def joined_tensors(
-    rows: Sequence[Mapping[str, torch.Tensor]],
-    num_tokens: Sequence[int],
-    per_token: frozenset[str],
-    dim: int,
-) -> dict[str, torch.Tensor]:
-    """Return the arguments of one forward from those of its rows, by name.
-
-    Tensors of images are concatenated. Those of `per_token`, `[1, num_tokens, ...]` for each row,
-    zeros for one of text, are joined along `dim`: 1 to one row of all tokens, 0 to rows of one
-    length.
-    """
-    arguments: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(chain(*rows)):
-        tensors = [row[name] for row in rows if name in row]
-        if name in per_token:
-            zeros = [tensors[0].new_zeros(1, num, *tensors[0].shape[2:]) for num in num_tokens]
-            tensors = [row.get(name, zero) for row, zero in zip(rows, zeros, strict=True)]
-        arguments[name] = joined(tensors, dim if name in per_token else 0)
-    return arguments

@@ -48,14 +48,9 @@ class PromptImages:
     """Dimension along which the images' tensors are joined."""
     is_divided: bool = False
     """True if each image has tensors of its own."""
-    sizes: Hashable = None
-    """Names, dtypes and sizes of the tensors of all images, without the first dimension."""
     may_be_cut: bool = False
     """True if a forward may begin before any of the images. An engine sets it, which found that its
     model then computes what it computes of the whole prompt."""
-    may_share_prefill: bool = False
-    """True if one forward may compute this prompt and others with images. An engine sets it, as
-    `may_be_cut`."""
     position_offset: int | None = None
     """Position of a token after the images, less its index in the sequence; negative where an image
     takes fewer positions than tokens. None: not computed yet."""
@@ -67,11 +62,6 @@ class PromptImages:
     def kind(self) -> tuple[bool, bool]:
         """Return (has several images, each has its own tensors); each pair is checked once."""
         return len(self.images) > 1, self.is_divided
-
-    @property
-    def prefill_key(self) -> Hashable:
-        """Return what prompts must have in common to share a prefill; None: not allowed."""
-        return self.sizes if self.may_share_prefill else None
 
     @property
     def num_tokens(self) -> int:
@@ -174,14 +164,12 @@ def create_prompt_images(
     if divided is None:
         spans, divided = [range(spans[0].start, spans[-1].stop)], ({}, [of_images])
     dims, each = divided
-    sizes = ((n, t.dtype, t.shape[2 if n in per_token else 1 :]) for n, t in tensors.items())
     return PromptImages(
         tuple(Image(span, tensors_digest(own), own) for span, own in zip(spans, each, strict=True)),
         len(token_ids),
         {name: tensors[name] for name in tensors if name in per_token},
         dims,
         is_divided=len(each) == num_images,
-        sizes=tuple(sorted(sizes, key=lambda size: size[0])),
     )
 
 

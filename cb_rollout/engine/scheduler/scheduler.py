@@ -160,11 +160,10 @@ class Scheduler:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
 
         Where a row continues, all rows together gather at most `MAX_GATHER_RATIO` times as many.
-        The first chunk of a prompt with images reaches to the end of the last image. Such prompts
-        run together where their `prefill_key` is the same, and alone where it is None.
+        The first chunk of a prompt with images runs alone, up to the last image's end at least.
         """
         chosen: list[Prefill] = []
-        image_key, has_history = None, False
+        has_history = False
         # Padded, each row takes as much as the longest.
         is_packed, num_new, num_keys = self.limits.is_packed, 0, 0
         combine = operator.add if is_packed else max
@@ -175,13 +174,8 @@ class Scheduler:
             num_image_tokens = prefill.leader.num_image_tokens - before
             if self.limits.can_resume_prompts:
                 remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
-            runs_alone = False
-            if (images := prefill.leader.images) is not None and num_image_tokens > 0:
-                key = images.prefill_key
-                runs_alone = key is None
-                if chosen and (runs_alone or image_key not in (None, key)):
-                    break
-                image_key = key
+            if chosen and num_image_tokens > 0:
+                break
             num_new, num_keys = combine(num_new, remaining), combine(num_keys, before + remaining)
             has_history |= before > 0
             num_rows = 1 if is_packed else len(chosen) + 1
@@ -191,7 +185,7 @@ class Scheduler:
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)
-            if runs_alone:
+            if num_image_tokens > 0:
                 break
         return chosen
 
