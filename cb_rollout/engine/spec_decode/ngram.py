@@ -60,9 +60,6 @@ _POSITION_BITS = 32
 # From so many new tokens on numpy hashes them faster than Python does.
 _MANY = 32
 
-# After so many lookups in a row without a match a group pauses, for as many again.
-MISSES_BEFORE_PAUSE, LONGEST_PAUSE = 8, 256
-
 
 class NgramIndex:
     """Token sequences, and the last position that followed each n-gram in them."""
@@ -145,7 +142,7 @@ def _hashes(tokens: np.ndarray, size: int) -> list[int]:
 class GroupDrafts:
     """N-grams that a group's drafts are looked up in, and how often drafts were right."""
 
-    __slots__ = ("__weakref__", "_misses", "_pause", "index", "rate")
+    __slots__ = ("__weakref__", "index", "rate")
 
     def __init__(self, history: PromptHistory | None, rate: float) -> None:
         """Start with earlier completions of the prompt, and the rate of the run's latest drafts."""
@@ -154,21 +151,6 @@ class GroupDrafts:
             self.index.add(completion, 0, is_growing=False)
         self.rate = rate
         """Probability that a drafted token is accepted after accepted ones."""
-        self._misses = self._pause = 0
-
-    def predict(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens that followed the longest n-gram at the end."""
-        if self._pause:
-            self._pause -= 1
-            return []
-        self.index.update()
-        if tokens := self.index.predict(token_ids, count):
-            self._misses = 0
-            return tokens
-        self._misses += 1
-        if self._misses >= MISSES_BEFORE_PAUSE:
-            self._pause = min(self._misses, LONGEST_PAUSE)
-        return []
 
 
 class NgramProposer:
@@ -215,21 +197,15 @@ class NgramProposer:
             return []
         # A further row is worth its time if it gives as many tokens as the step's time gives.
         worth = len(running) / (self.cost.step + len(running))
-        weights = _weights(running)
         num_spare, gain = MAX_DRAFT_ROWS - len(running), -worth * self.cost.drafted
-        drafts: list[list[int]] = [[] for _ in running]
-        # The longest first: the rollout ends with them.
-        for index in sorted(range(len(running)), key=weights.__getitem__, reverse=True):
-            if num_spare <= 0:
-                break
-            longest = min(self._max_tokens, num_spare)
-            request = running[index]
-            draft = drafts[index] = self._draft(request, longest, worth / weights[index])
+        drafts: list[list[int]] = []
+        for request in running:
+            draft = self._draft(request, min(self._max_tokens, num_spare), worth)
+            drafts.append(draft)
             if draft and request.drafts is not None:
                 self._proposed.append((request, request.num_tokens, draft))
                 rate, num_spare = request.drafts.rate, num_spare - len(draft)
-                chances = (rate**count for count in range(1, len(draft) + 1))
-                gain += sum(weights[index] * chance - worth for chance in chances)
+                gain += sum(rate**count - worth for count in range(1, len(draft) + 1))
         return drafts if gain > 0 else []
 
     def reject(self) -> None:
@@ -253,7 +229,8 @@ class NgramProposer:
             group.rate = max(group.rate, min(INITIAL_RATE, group.rate + RECOVERY))
         if longest <= 0 or group.rate <= min_rate:
             return []
-        tokens = group.predict(request.token_ids, longest)
+        group.index.update()
+        tokens = group.index.predict(request.token_ids, longest)
         tokens = list(takewhile(lambda token: token not in self._never_sampled, tokens))
         num_worth, chance = 0, group.rate
         while num_worth < len(tokens) and chance > worth:
@@ -268,20 +245,6 @@ class NgramProposer:
         share = num_right / min(num_drafted, num_right + 1)
         for holder in filter(None, (self, request.drafts)):
             holder.rate += LEARNING_RATE * (share - holder.rate)
-
-
-def _weights(running: Sequence[Request]) -> list[float]:
-    """Return the tokens that each sequence is expected to lack, as a share of the longest's.
-
-    1 for a prompt without earlier completions.
-    """
-    # A sequence longer than expected goes on for long: lengths have a long tail.
-    lacking = [
-        r.expected_length and max(r.expected_length - r.num_generated, 0.5 * r.num_generated, 1.0)
-        for r in running
-    ]
-    longest = max(filter(None, lacking), default=1.0)
-    return [1.0 if tokens is None else tokens / longest for tokens in lacking]
 
 
 def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:

@@ -11,8 +11,6 @@ from cb_rollout.engine.spec_decode.ngram import (
     INITIAL_RATE,
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
-    MIN_RATE,
-    MISSES_BEFORE_PAUSE,
     NGRAM_SIZES,
     NgramIndex,
     NgramProposer,
@@ -224,35 +222,6 @@ def test_later_groups_begin_with_the_runs_acceptance_rate():
     second.append(5, 0.0, 0)
     proposer.track([second])
     assert second.drafts.rate == proposer.rate
-
-
-def test_long_sequences_are_drafted_first_and_those_about_to_end_not_at_all():
-    proposer, loop = NgramProposer(7), [1, 2, 3] * 4
-    ending = with_history(loop, [1] * 2)
-    long = with_history(loop, [1] * 90)
-    proposer.track([ending, long])
-    trust(ending, long)
-    ending.drafts.rate = 0.9
-    assert [len(draft) for draft in proposer.propose([ending, long])] == [0, 7]
-
-
-def test_a_group_without_matches_is_looked_up_less_and_less(monkeypatch):
-    proposer, plain = NgramProposer(7), request(range(20))
-    proposer.track([plain])
-    num_lookups, update = 0, NgramIndex.update
-
-    def counted(self):
-        nonlocal num_lookups
-        num_lookups += self is plain.drafts.index
-        update(self)
-
-    monkeypatch.setattr(NgramIndex, "update", counted)
-    for token in range(1000):
-        plain.append(100 + token, 0.0, 0)
-        plain.max_new_tokens = 2000
-        assert proposer.propose([plain]) == []
-    assert MISSES_BEFORE_PAUSE < num_lookups < 100
-    assert plain.drafts.rate > MIN_RATE
 
 
 @given(st.lists(st.integers(0, 3), min_size=40, max_size=80))
