@@ -281,8 +281,7 @@ class Engine:
             request.images.may_be_cut = self._runner.cuts_images.get(request.images.kind, False)
         else:
             # With images, equal token ids may stand for different pictures.
-            request.history = self._history.of(request.prompt_ids)
-            request.expected_length = request.history.expected_length()
+            request.expected_length = self._history.expected_length(request.prompt_ids)
         self._scheduler.add(request)
 
     @property
@@ -402,8 +401,8 @@ class Engine:
         with devices.current(self.device), devices.on_stream(stream), devices.plain_modes():
             touched = self._step()
         for request in self._scheduler.retire_running():
-            if request.status is RequestStatus.FINISHED and request.history is not None:
-                self._history.add(request.history, request.token_ids[len(request.prompt_ids) :])
+            if request.status is RequestStatus.FINISHED and request.images is None:
+                self._history.add(request.prompt_ids, request.num_generated)
         if not self.has_work:
             self.release_model()
         return touched
