@@ -16,7 +16,6 @@ from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import NO_TABLE_ROW, Request
 from cb_rollout.engine.sampling.sampler import HostSampled, append_row
 from cb_rollout.engine.scheduler import scheduler as scheduling
-from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -105,7 +104,7 @@ class FakeModel:
     def __init__(self, limits, num_blocks, max_blocks, *, has_graphs=False, policy="fifo"):
         self.limits, self.max_blocks = limits, max_blocks
         self.counters = EngineCounters()
-        self.scheduler = CheckedScheduler(limits, self.counters, self.grow, create_policy(policy))
+        self.scheduler = CheckedScheduler(limits, self.counters, self.grow, policy)
         parts = self.scheduler, self, FakeSampler(), self.counters
         self.executor = StepExecutor(self, *parts, looks_ahead=True)
         self.graphs = self._graphs() if has_graphs else None

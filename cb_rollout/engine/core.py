@@ -43,7 +43,6 @@ from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import create_token_sampler
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
-from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
@@ -106,9 +105,8 @@ class Engine:
         self._storage = CacheStorage(
             self.layout, self.limits, self.memory_plan, self.device, self._all_reduce_min
         )
-        policy = create_policy(config.scheduler_type)
         self._scheduler = Scheduler(
-            self.limits, self.counters, self._grow, policy, self._record_routes
+            self.limits, self.counters, self._grow, config.scheduler_type, self._record_routes
         )
         self._executor = StepExecutor(
             self._runner,
