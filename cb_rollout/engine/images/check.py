@@ -100,10 +100,6 @@ class _Comparison:
     reference: Reference
     """Log-probabilities of the plain forward, after the prompt and after each of the two."""
 
-    @property
-    def plain_3V(self) -> torch.Tensor:
-        return torch.stack(list(self.reference.values))
-
     def run(self) -> None:
         """Find whether features may be kept and prompts cut; refuse if neither helps."""
         num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
@@ -133,15 +129,10 @@ class _Comparison:
             paged, failure = attempt(partial(self._paged, num_first))
             if paged is None:
                 return f"its forward fails ({error_text(failure)})", failure
-            if found := self._distance(self.plain_3V, paged):
-                return found, None
+            noise = self.reference.noise.max().expand(len(paged))
+            if not (agreement := agrees(paged, self.reference.values, noise)):
+                return f"log-probabilities are off its plain forward by {agreement}", None
         return "", None
-
-    def _distance(self, expected: torch.Tensor, found: torch.Tensor) -> str:
-        """Return how log-probabilities differ by more than rounding; "": not."""
-        noise = self.reference.noise.max().expand(len(expected))
-        agreement = agrees(found, expected, noise)
-        return "" if agreement else f"log-probabilities are off its plain forward by {agreement}"
 
     def _pages(self, num_rows: int) -> tuple[PagedCache, BlockTable]:
         longest = max(len(self.row), len(self.text))

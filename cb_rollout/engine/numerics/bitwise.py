@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import inductor
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.rope import rotary_modules
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.attention import attend
 from cb_rollout.engine.numerics.kernels import DTYPES
@@ -72,12 +73,8 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
 
 
 def _batched_rope(model: PreTrainedModel) -> str | None:
-    for module in model.modules():
-        types: Any = getattr(module, "rope_type", None)
-        for name in types.values() if isinstance(types, dict) else (types,):
-            if name in _ROPE_OF_A_BATCH:
-                return name
-    return None
+    names = (name for _, types in rotary_modules(model) for name in types.values())
+    return next((name for name in names if name in _ROPE_OF_A_BATCH), None)
 
 
 def _dropping(model: PreTrainedModel) -> str | None:
