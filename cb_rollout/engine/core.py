@@ -41,10 +41,10 @@ from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
-from cb_rollout.engine.sampling.sampler import create_token_sampler
+from cb_rollout.engine.sampling.sampler import TokenSampler, keeps_ids, reported_mode
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
-from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
+from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -108,11 +108,13 @@ class Engine:
         self._scheduler = Scheduler(
             self.limits, self.counters, self._grow, config.scheduler_type, self._record_routes
         )
+        mode, keeps = reported_mode(config), keeps_ids(config)
+        sampler = TokenSampler(self.device, mode, self.counters, never_sampled, keeps_ids=keeps)
         self._executor = StepExecutor(
             self._runner,
             self._scheduler,
             self._storage,
-            create_token_sampler(config, self.device, self.counters, never_sampled),
+            sampler,
             self.counters,
             looks_ahead=config.looks_ahead,
             is_split=self._is_split,
@@ -139,7 +141,8 @@ class Engine:
         reads_images = bool(multimodal.image_encoders(self.model))
         max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
         self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
-        self._has_drafts = can_draft(self._runner, self.layout, self.config)
+        takes_rows = self.batch_layout.takes_any_lengths and not self.layout.is_recurrent
+        self._has_drafts = takes_rows and self.config.num_speculative_tokens != 0
         max_rows = self._max_requests
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)

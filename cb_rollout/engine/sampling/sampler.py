@@ -185,17 +185,6 @@ class TokenSampler:
         return batch, processing
 
 
-def create_token_sampler(
-    config: RolloutConfig,
-    device: torch.device,
-    counters: EngineCounters,
-    never_sampled: Sequence[int] = (),
-) -> TokenSampler:
-    """Create the token sampler that the settings ask for; see `TokenSampler`."""
-    mode, keeps = reported_mode(config), keeps_ids(config)
-    return TokenSampler(device, mode, counters, never_sampled, keeps_ids=keeps)
-
-
 def keeps_ids(config: RolloutConfig) -> bool:
     """Return whether the token ids that truncation kept are recorded for a replay."""
     return config.sampling_mask == SamplingMaskMode.REPLAY

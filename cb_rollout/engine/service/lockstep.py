@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import distributed
 
 from cb_rollout.compat.torch import default_group_timeout
@@ -98,10 +97,7 @@ class EngineGroup:
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest value of all processes; collective."""
-        shared = torch.tensor([int(value)])
-        with self._awaiting("all processes to agree on the cache"):
-            distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._agreements)
-        return int(shared)
+        return min(self.gather(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value, which is pickled, of every process by rank; collective."""

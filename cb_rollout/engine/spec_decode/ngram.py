@@ -10,9 +10,6 @@ from itertools import takewhile
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 
 # Rows of a step with drafts. Up to here a further row costs linear layers a small part of the
@@ -201,9 +198,3 @@ class NgramProposer:
         share = num_right / min(num_drafted, num_right + 1)
         for holder in filter(None, (self, request.drafts)):
             holder.rate += LEARNING_RATE * (share - holder.rate)
-
-
-def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:
-    """Return whether drafts are on, and a forward can take several rows of a sequence."""
-    takes_rows = runner.batch_layout.takes_any_lengths and not layout.is_recurrent
-    return takes_rows and config.num_speculative_tokens != 0
