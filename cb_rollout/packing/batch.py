@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cb_rollout.compat import multimodal
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
-from cb_rollout.engine.images.prompt_images import PromptImages, joined
+from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages, joined
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
 
@@ -54,17 +53,14 @@ def row_images(
     model: Any, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
 ) -> list[RowImages]:
     """Return the images and positions of sequences; None: a sequence of text alone."""
-    names = multimodal.image_argument_names(model)
-    device = next(model.parameters()).device
-    rows = []
-    with multimodal.keeping_position_offsets(model):
-        for sequence, own in zip(sequences, images, strict=True):
-            positions = torch.arange(len(sequence), device=device)[None]
-            if own is not None:
-                ids_1T = torch.tensor([list(sequence)], device=device)
-                arguments = own.taken(names, device).arguments(0, len(sequence))
-                positions = multimodal.prompt_positions(model, ids_1T, arguments).flatten(0, -2)
-            rows.append(RowImages(own, positions))
+    inputs, device, rows = ImageInputs(model), next(model.parameters()).device, []
+    pairs = list(zip(sequences, images, strict=True))
+    inputs.find_positions([(ids[: own.num_prompt_tokens], own) for ids, own in pairs if own])
+    for ids, own in pairs:
+        positions = torch.arange(len(ids), device=device)[None]
+        if own is not None:
+            positions = inputs.positions(own, 0, len(ids)).flatten(0, -2)
+        rows.append(RowImages(own, positions))
     num_axes = max(len(row.positions_AT) for row in rows)
     return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in rows]
 

@@ -27,8 +27,7 @@ from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.traced_forward import Traceable
 from cb_rollout.engine.images.encoder_cache import EncoderCache
-from cb_rollout.engine.images.inputs import ImageInputs
-from cb_rollout.engine.images.prompt_images import Image, PromptImages
+from cb_rollout.engine.images.prompt_images import Image, ImageInputs, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
