@@ -252,20 +252,17 @@ def _division(
         return 0, [1] * N
     if num_rows == 1 and tensor.dim() > 1 and tensor.shape[1] == N:
         return 1, [1] * N
-    about = {name: t for name, t in tensors.items() if t.dim() and len(t) == N}
-    grids = [t.prod(1).tolist() for name, t in about.items() if GRID in name and _is_grid(t)]
-    counts = [t.tolist() for t in about.values() if t.dim() == 1 and not t.is_floating_point()]
+    whole = {n: t for n, t in tensors.items() if t.dim() and not t.is_floating_point()}
+    about = {name: t for name, t in whole.items() if len(t) == N}
+    tables = (t for name, t in about.items() if GRID in name and t.dim() == 2)
+    grids = [t.prod(1).tolist() for t in tables if 1 < t.shape[1] <= MAX_GRID_AXES]
+    counts = [t.tolist() for t in about.values() if t.dim() == 1]
     exact = [sizes for sizes in counts if sum(sizes) == num_rows]
     for sizes in (*grids, *exact, lengths):
         total = sum(sizes)
         if num_rows and total and all(size * num_rows % total == 0 for size in sizes):
             return 0, [size * num_rows // total for size in sizes]
     return None
-
-
-def _is_grid(tensor: torch.Tensor) -> bool:
-    is_pairs = tensor.dim() == 2 and 1 < tensor.shape[1] <= MAX_GRID_AXES
-    return is_pairs and not tensor.is_floating_point()
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
