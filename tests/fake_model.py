@@ -14,9 +14,8 @@ from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import NO_TABLE_ROW, Request
-from cb_rollout.engine.sampling.sampler import append_each
+from cb_rollout.engine.sampling.sampler import HostSampled, append_row
 from cb_rollout.engine.scheduler import scheduler as scheduling
-from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -57,10 +56,11 @@ class FakeSampler:
         places = [(request.seed, request.num_generated) for request in requests]
         logprobs = [expected_logprob(index, version) for _, index in places]
         tokens = [expected_token(*place) for place in places]
-        return append_each(requests, tokens, logprobs, [True] * len(requests), version)
+        results = HostSampled(tokens, logprobs, [True] * len(requests), [], [], [], [], [])
+        return self.append(requests, results, version)
 
     def append(self, requests, results, version):
-        return append_each(requests, results.tokens, results.logprobs, results.is_valid, version)
+        return sum(append_row(r, results, row, version) for row, r in enumerate(requests))
 
 
 class CheckedScheduler(Scheduler):
@@ -104,7 +104,7 @@ class FakeModel:
     def __init__(self, limits, num_blocks, max_blocks, *, has_graphs=False, policy="fifo"):
         self.limits, self.max_blocks = limits, max_blocks
         self.counters = EngineCounters()
-        self.scheduler = CheckedScheduler(limits, self.counters, self.grow, create_policy(policy))
+        self.scheduler = CheckedScheduler(limits, self.counters, self.grow, policy)
         parts = self.scheduler, self, FakeSampler(), self.counters
         self.executor = StepExecutor(self, *parts, looks_ahead=True)
         self.graphs = self._graphs() if has_graphs else None

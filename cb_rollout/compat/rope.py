@@ -22,7 +22,7 @@ class RowRope:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules: list[tuple[torch.nn.Module, dict[str | None, int]]] = []
-        for module, types in _rotary_modules(model):
+        for module, types in rotary_modules(model):
             limits = {
                 layer_type: _longrope_limit(module, layer_type)
                 for layer_type, rope_type in types.items()
@@ -69,7 +69,7 @@ def forget_longer_rows(model: torch.nn.Module) -> None:
     transformers 5.23 keeps those of the longest row so far, and takes the first ones again only for
     a row that is shorter than the limit, not as long.
     """
-    for module, types in _rotary_modules(model):
+    for module, types in rotary_modules(model):
         for layer_type, rope_type in types.items():
             if "dynamic" in rope_type:
                 named = {} if layer_type is None else {"layer_type": layer_type}
@@ -78,7 +78,7 @@ def forget_longer_rows(model: torch.nn.Module) -> None:
                 module.forward(frequencies, first, **named)
 
 
-def _rotary_modules(
+def rotary_modules(
     model: torch.nn.Module,
 ) -> Iterator[tuple[torch.nn.Module, dict[str | None, str]]]:
     """Yield the modules that name a RoPE type, with the type of each kind of layer."""

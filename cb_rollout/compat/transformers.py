@@ -327,13 +327,6 @@ def computing_attention(attend: Attention) -> Iterator[None]:
             _EVERYWHERE.remove(attend)
 
 
-def replacing_attention_again(
-    model: torch.nn.Module, attend: Attention
-) -> AbstractContextManager[None]:
-    """Replace attention, and again whenever gradient checkpointing computes a layer again."""
-    return repeated_in_checkpoints(model, partial(replacing_attention, attend))
-
-
 @contextmanager
 def repeated_in_checkpoints(
     model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]

@@ -154,9 +154,9 @@ class RolloutConfig:
     )
     num_speculative_tokens: int | None = setting(
         None,
-        "Most draft tokens of a sequence per step, proposed by n-gram lookup in the sequence, its "
-        "group and earlier rollouts, and verified in one forward; the sampled tokens stay the "
-        "same. None: chosen; 0: none.",
+        "Most draft tokens of a sequence per step, proposed by n-gram lookup in the sequence and "
+        "its group, and verified in one forward; the sampled tokens stay the same. None: chosen; "
+        "0: none.",
         integer(0, also=(None,)),
         cost="Set 0 to compare.",
     )

@@ -41,11 +41,10 @@ from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
-from cb_rollout.engine.sampling.sampler import create_token_sampler
+from cb_rollout.engine.sampling.sampler import TokenSampler, keeps_ids, reported_mode
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
-from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
-from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer, can_draft
+from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -106,15 +105,16 @@ class Engine:
         self._storage = CacheStorage(
             self.layout, self.limits, self.memory_plan, self.device, self._all_reduce_min
         )
-        policy = create_policy(config.scheduler_type)
         self._scheduler = Scheduler(
-            self.limits, self.counters, self._grow, policy, self._record_routes
+            self.limits, self.counters, self._grow, config.scheduler_type, self._record_routes
         )
+        mode, keeps = reported_mode(config), keeps_ids(config)
+        sampler = TokenSampler(self.device, mode, self.counters, never_sampled, keeps_ids=keeps)
         self._executor = StepExecutor(
             self._runner,
             self._scheduler,
             self._storage,
-            create_token_sampler(config, self.device, self.counters, never_sampled),
+            sampler,
             self.counters,
             looks_ahead=config.looks_ahead,
             is_split=self._is_split,
@@ -138,11 +138,11 @@ class Engine:
         choose_compilation(self._runner, self.config)
         # Anew for another layout: a later check may find more, or less.
         self._runner.cuts_images.clear()
-        self._runner.shares_prefill.clear()
         reads_images = bool(multimodal.image_encoders(self.model))
         max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
         self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
-        self._has_drafts = can_draft(self._runner, self.layout, self.config)
+        takes_rows = self.batch_layout.takes_any_lengths and not self.layout.is_recurrent
+        self._has_drafts = takes_rows and self.config.num_speculative_tokens != 0
         max_rows = self._max_requests
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
@@ -279,13 +279,10 @@ class Engine:
 
     def add(self, request: Request) -> None:
         if request.images is not None:
-            kind = request.images.kind
-            request.images.may_be_cut = self._runner.cuts_images.get(kind, False)
-            request.images.may_share_prefill = kind in self._runner.shares_prefill
+            request.images.may_be_cut = self._runner.cuts_images.get(request.images.kind, False)
         else:
             # With images, equal token ids may stand for different pictures.
-            request.history = self._history.of(request.prompt_ids)
-            request.expected_length = request.history.expected_length()
+            request.expected_length = self._history.expected_length(request.prompt_ids)
         self._scheduler.add(request)
 
     @property
@@ -405,8 +402,8 @@ class Engine:
         with devices.current(self.device), devices.on_stream(stream), devices.plain_modes():
             touched = self._step()
         for request in self._scheduler.retire_running():
-            if request.status is RequestStatus.FINISHED and request.history is not None:
-                self._history.add(request.history, request.token_ids[len(request.prompt_ids) :])
+            if request.status is RequestStatus.FINISHED and request.images is None:
+                self._history.add(request.prompt_ids, request.num_generated)
         if not self.has_work:
             self.release_model()
         return touched

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cb_rollout.config.sampling import SamplingParams
     from cb_rollout.engine.images.prompt_images import PromptImages
     from cb_rollout.engine.sampling.stop_strings import StopStrings
-    from cb_rollout.engine.scheduler.completion_history import PromptHistory
     from cb_rollout.engine.spec_decode.ngram import GroupDrafts
 
 
@@ -92,10 +91,8 @@ class Request:
     """Detector of the strings that end the sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
     """State of the sequence in its grammar; None: it has none."""
-    history: PromptHistory | None = None
-    """Completions of the same prompt in earlier rollouts; None: they are not kept."""
     expected_length: float | None = None
-    """Mean length of these completions when the request came; None: there were none."""
+    """Mean length of its prompt's earlier completions when it came; None: there were none."""
     drafts: GroupDrafts | None = None
     """N-grams that drafts are looked up in; None: no drafts, or the sequence has ended."""
     is_adjusted: bool = field(init=False)

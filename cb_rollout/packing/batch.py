@@ -11,15 +11,14 @@ a row, A: axes of positions.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from cb_rollout.compat import multimodal
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
-from cb_rollout.engine.images.inputs import joined_tensors
-from cb_rollout.engine.images.prompt_images import PromptImages
+from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages, joined
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
 
@@ -54,17 +53,14 @@ def row_images(
     model: Any, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
 ) -> list[RowImages]:
     """Return the images and positions of sequences; None: a sequence of text alone."""
-    names = multimodal.image_argument_names(model)
-    device = next(model.parameters()).device
-    rows = []
-    with multimodal.keeping_position_offsets(model):
-        for sequence, own in zip(sequences, images, strict=True):
-            positions = torch.arange(len(sequence), device=device)[None]
-            if own is not None:
-                ids_1T = torch.tensor([list(sequence)], device=device)
-                arguments = own.taken(names, device).arguments(0, len(sequence))
-                positions = multimodal.prompt_positions(model, ids_1T, arguments).flatten(0, -2)
-            rows.append(RowImages(own, positions))
+    inputs, device, rows = ImageInputs(model), next(model.parameters()).device, []
+    pairs = list(zip(sequences, images, strict=True))
+    inputs.find_positions([(ids[: own.num_prompt_tokens], own) for ids, own in pairs if own])
+    for ids, own in pairs:
+        positions = torch.arange(len(ids), device=device)[None]
+        if own is not None:
+            positions = inputs.positions(own, 0, len(ids)).flatten(0, -2)
+        rows.append(RowImages(own, positions))
     num_axes = max(len(row.positions_AT) for row in rows)
     return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in rows]
 
@@ -77,13 +73,19 @@ def _joined_images(
 ) -> dict[str, torch.Tensor]:
     """Return a forward's positions, `[A, 1, N]` or `[A, B, S]`, and its arguments of images.
 
-    Tensors of images are joined end to end, those of tokens along `dim`: 1 in a packed batch, 0 in
-    a padded batch. Each of the `rows` has its number of tokens.
+    Tensors of images are joined end to end, those of tokens along `dim`, with zeros for a row of
+    text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has its number of tokens.
     """
-    tensors = [row.arguments(names, num_tokens) for row, num_tokens in rows]
-    lengths = [num_tokens for _, num_tokens in rows]
+    of_rows = [row.arguments(names, num_tokens) for row, num_tokens in rows]
     per_token = frozenset(name for row, _ in rows if row.images for name in row.images.of_tokens)
-    arguments = joined_tensors(tensors, lengths, per_token, dim)
+    arguments: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(chain(*of_rows)):
+        tensors = [own[name] for own in of_rows if name in own]
+        if name in per_token:
+            shape = tensors[0].shape[2:]
+            zeros = [tensors[0].new_zeros(1, num_tokens, *shape) for _, num_tokens in rows]
+            tensors = [own.get(name, zero) for own, zero in zip(of_rows, zeros, strict=True)]
+        arguments[name] = joined(tensors, dim if name in per_token else 0)
     # A model without axes takes (1, N) or (B, S).
     has_axes = len(positions_ABS) > 1
     return arguments | {"position_ids": positions_ABS if has_axes else positions_ABS[0]}

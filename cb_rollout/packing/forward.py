@@ -8,6 +8,7 @@ N: tokens of a batch, K: completion tokens of a batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -114,8 +115,8 @@ def _score(
             arguments["attention_mask"] = batch.is_token
         else:
             attend = PackedAttention(batch.segments, batch.input_ids.device)
-            attend_within = _within(backbone, attend)
-            stack.enter_context(hf_compat.replacing_attention_again(inner, attend_within))
+            replacing = partial(hf_compat.replacing_attention, _within(backbone, attend))
+            stack.enter_context(hf_compat.repeated_in_checkpoints(inner, replacing))
             stack.enter_context(_without_mask(backbone, batch.input_ids))
         scores = head(own_forward, batch, arguments)
         if attend is not None and not attend.num_calls:

@@ -264,11 +264,11 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
     """
     rows = [rows[number] for number in representative(rows)]
     num_tokens = sum(row.num_tokens for row in rows)
-    dtype = compute_dtype(inner)
+    runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
     reason = ""
     with torch.no_grad(), eval_mode(inner):
         expected = references(
-            lambda: [_plain(inner, row) for row in rows],
+            lambda: [_plain(runner, row) for row in rows],
             dtype,
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
@@ -320,21 +320,15 @@ def _routers(inner: Any) -> Routers:
     return _ROUTERS[inner]
 
 
-def _plain(inner: Any, row: PackedRow) -> torch.Tensor:
-    device = next(inner.parameters()).device
-    ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]], device=device)
-    first = len(row.prompt_ids)
-    replaying = nullcontext()
+def _plain(runner: ModelRunner, row: PackedRow) -> torch.Tensor:
+    inner, replaying = runner.model, nullcontext()
     if row.routes is not None:
         part = (row.routes, 0, row.num_tokens)
-        routes_NLK = joined_routes([part], row.routes.shape[1:], device)
+        routes_NLK = joined_routes([part], row.routes.shape[1:], runner.device)
         assert routes_NLK is not None
         replaying = _routers(inner).replaying(inner, Replay(routes_NLK))
-    arguments = without_router_logits(inner)
-    if row.images is not None:
-        names = multimodal.image_argument_names(inner)
-        arguments |= row.images.arguments(names, ids.shape[1])
-    with replaying, multimodal.keeping_position_offsets(inner):
-        logits_1TV = inner(input_ids=ids, use_cache=False, **arguments).logits
-    logits_TV = logits_1TV[0, first - 1 : -1].float()
-    return chosen_logprobs(logits_TV, ids[0, first:])
+    images = None if row.images is None else row.images.images
+    with replaying:
+        logits_NV = runner.plain_logits([*row.prompt_ids, *row.completion_ids], images=images)
+    logits_TV = logits_NV[len(row.prompt_ids) - 1 : -1]
+    return chosen_logprobs(logits_TV, to_device(row.completion_ids, runner.device))

@@ -5,7 +5,6 @@ A fault of the checkpoint is the last finding, and never an exception.
 
 import importlib.metadata
 import importlib.util
-import math
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from cb_rollout.engine.cuda_graphs.selection import graph_obstacle
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
-from cb_rollout.engine.memory.system import container_memory
+from cb_rollout.engine.memory.system import NO_LIMIT, container_memory
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
 from cb_rollout.packing.batch import PackedRow
@@ -164,8 +163,8 @@ def _device(target: torch.device) -> Iterator[Finding]:
     if target.type == "cuda":
         return
     container, text = container_memory(), "none"
-    if container.limit_bytes != math.inf:
-        left, limit = container.left_bytes / GIB, container.limit_bytes / GIB
+    if container != NO_LIMIT:
+        left, limit = container.free_bytes / GIB, container.total_bytes / GIB
         text = f"{left:.1f} GiB left of {limit:.1f}; counted above"
     yield _ok("container limit", text)
 

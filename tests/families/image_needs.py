@@ -168,14 +168,6 @@ NO_FEATURES = ("kosmos-2.5",)
 # so that an image of several cannot be encoded alone.
 NOT_KEPT = ("molmo2",)
 
-# Types whose prompts with images are prefilled one by one: text is not packed either, or the tokens
-# of an image see each other in both directions, or features are not kept.
-PREFILLED_ALONE = (
-    *("dots3_note", "gemma3", "gemma4_unified", "inkling2", "kosmos-2.5", "lfm3_vl", "llama4"),
-    *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral_large4", "molmo2", "nemotron_h_omni"),
-    *("qwen3_5", "qwen3_5_moe"),
-)
-
 # Types whose images the engine refuses.
 REFUSED = {
     "git": "puts an image's features before the prompt, which its cache counts too",

@@ -36,8 +36,6 @@ class ImageParity:
     """Whether the greedy tokens are those of the model's own `generate`."""
     num_encoded: int = 0
     """Images that went through the vision tower, those of all prompts and rounds."""
-    shares_prefill: bool = False
-    """Whether one forward computes several prompts with images."""
 
     @property
     def tolerance(self) -> float:
@@ -72,7 +70,6 @@ def check(model_type: str) -> ImageParity:
             for index, output in enumerate(groups.values()):
                 compare(model, inputs[index // GROUP_SIZE], output, found)
         found.num_encoded = generator.manager.counters.images_encoded
-        found.shares_prefill = bool(generator.manager.engine._runner.shares_prefill)
     return found
 
 

@@ -67,7 +67,6 @@ def test_prompts_with_images_agree_with_the_plain_forward_and_generate(model_typ
     found = check(model_type)
     assert found.drift <= found.tolerance
     assert found.is_as_generate
-    assert found.shares_prefill == (model_type not in image_needs.PREFILLED_ALONE)
     if model_type in image_needs.NOT_KEPT:
         assert found.num_encoded > MAX_ENCODED
     elif model_type not in image_needs.NO_FEATURES:
@@ -110,7 +109,7 @@ def test_a_type_said_to_have_no_processor_has_none(model_type):
 def test_the_tables_name_types_that_are_mapped():
     named = {*image_needs.CORE, *image_needs.ONE_IMAGE, *image_needs.NO_PROCESSOR}
     named |= {*image_needs.ENGINE_CORE, *image_needs.REFUSED, *image_needs.NO_FEATURES}
-    named |= {*image_needs.NOT_KEPT, *image_needs.PREFILLED_ALONE}
+    named |= {*image_needs.NOT_KEPT}
     assert named <= set(MAPPED)
     assert len(READING) >= 70
 
@@ -119,9 +118,6 @@ def test_the_tables_name_types_that_are_mapped():
 def test_the_document_names_the_types_that_are_refused():
     text = DOCUMENT.read_text()
     assert f"{len(RUNNING)} of {len(READING)} types" in text
-    num_alone = len(image_needs.PREFILLED_ALONE)
-    assert f"{len(RUNNING) - num_alone} of the {len(RUNNING)} types" in text
-    assert f"The other {num_alone} take" in text
     named = set(re.findall(r"^\| `([\w.-]+)` \|", text, re.MULTILINE))
     assert named == set(image_needs.REFUSED)
 
@@ -140,5 +136,5 @@ def test_images_run_in_16_bits_as_they_do_in_float32(model_type):
         with RolloutGenerator(model.to(dtype), config, tokenizer=processor) as generator:
             generator.generate_batch([row], max_new_tokens=2)
             runner = generator.manager.engine._runner
-            found.append((runner.cuts_images, runner.shares_prefill, runner.encoder_cache.is_used))
+            found.append((runner.cuts_images, runner.encoder_cache.is_used))
     assert found[0] == found[1]

@@ -232,23 +232,3 @@ def test_a_model_with_recurrent_states_has_no_drafts():
     with RolloutGenerator(looping_model("lfm2"), RolloutConfig(seed=3)) as generator:
         outputs_of(generator)
         assert counters_of(generator).drafted_tokens == 0
-
-
-def test_drafts_from_an_earlier_rollout_save_forwards_and_change_no_token():
-    # Many words, so that a sequence hardly repeats itself.
-    model = tiny_model("qwen3", vocab_size=512)
-    # Greedy, so that an epoch says what the last one said.
-    params = SamplingParams(ignore_eos=True, temperature=0.0, max_new_tokens=40)
-    inputs = [[5 + n, 6, 7, 8] for n in range(2)]
-    with RolloutGenerator(model, RolloutConfig(seed=3, num_speculative_tokens=0)) as generator:
-        expected = [outputs_of(generator, params, inputs) for _ in range(2)]
-        num_plain = counters_of(generator).decode_forwards
-    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert_same(outputs_of(generator, params, inputs), expected[0])
-        num_first = counters_of(generator).decode_forwards
-        before = counters_of(generator).copy()
-        assert_same(outputs_of(generator, params, inputs), expected[1])
-        counters = counters_of(generator)
-        added = counters.since(before)
-        assert 0 < added.accepted_tokens <= added.drafted_tokens
-        assert (counters.decode_forwards - num_first) * 3 < num_plain / 2

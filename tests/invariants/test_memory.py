@@ -143,7 +143,7 @@ def test_the_plan_is_redone_once_after_the_first_optimizer_step_in_any_loop():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     with RolloutGenerator(model, optimizer=optimizer) as generator:
         plan = generator.memory_plan()
-        assert plan.training_reserve_bytes == 3 * size
+        assert plan.training.reserve == 3 * size
         generator.generate_batch(PROMPTS, sampling_params=GREEDY)
         generator.sync_weights()
         assert generator.memory_plan() is plan, "no optimizer has stepped"

@@ -19,7 +19,6 @@ from cb_rollout import OutOfCacheMemoryError, RolloutConfig, RolloutGenerator, S
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.engine.sampling import draw
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
@@ -391,9 +390,6 @@ def test_every_sampling_parameter_is_honoured_on_every_path(device, monkeypatch)
             changing = parameters_that_change(tokens)
             assert set(changing) == {field.name for field in dataclasses.fields(SamplingParams)}
             kernel = {name: sampled(generator, pair) for name, pair in changing.items()}
-            here.setattr(draw, "can_sample", lambda logits_BV: False)
-            for name, pair in changing.items():
-                assert sampled(generator, pair) == kernel[name], name
     for name, (found, without) in kernel.items():
         assert found != without, name
     expected = {name: found for name, (found, _) in kernel.items()}

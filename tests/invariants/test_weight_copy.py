@@ -236,4 +236,4 @@ def test_what_training_will_still_allocate_is_reserved_for_the_model_that_trains
     model = tiny_model().train()
     size = sum(parameter.nbytes for parameter in model.parameters())
     with RolloutGenerator(model, COPY) as generator:
-        assert generator.memory_plan().training_reserve_bytes >= 3 * size
+        assert generator.memory_plan().training.reserve >= 3 * size

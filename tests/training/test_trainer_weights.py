@@ -131,7 +131,7 @@ def size_of(trainer):
 def test_the_reserve_follows_the_trainers_own_optimizer(tmp_path, settings, num_states):
     trainer = tiny_trainer(tmp_path, **settings)
     generator = attach(trainer)
-    assert generator.memory_plan().training_reserve_bytes == (1 + num_states) * size_of(trainer)
+    assert generator.memory_plan().training.reserve == (1 + num_states) * size_of(trainer)
     generator.close()
 
 
@@ -139,7 +139,7 @@ def test_an_optimizer_that_the_trainer_was_given_is_taken_at_its_word(tmp_path):
     trainer = tiny_trainer(tmp_path)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=1e-3, momentum=0.9)
     generator = attach(trainer)
-    assert generator.memory_plan().training_reserve_bytes == 2 * size_of(trainer)
+    assert generator.memory_plan().training.reserve == 2 * size_of(trainer)
     generator.close()
 
 

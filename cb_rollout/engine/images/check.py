@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from cb_rollout.engine.images.encoder_cache import EncoderCache
 from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
@@ -19,7 +18,7 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.check import attempt, pages_for, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.numerics.agreement import Reference, agrees, is_measurable, references
 from cb_rollout.errors import ConfigurationError, error_text
 
@@ -29,9 +28,8 @@ def check_images(
 ) -> None:
     """Refuse a model that computes a prompt with images on pages unlike its plain forward.
 
-    The model has passed `check_model`. Where it differs otherwise, the runner keeps no features,
-    begins no forward between images, or shares no prefill, for prompts of this kind. Raises
-    `ConfigurationError`.
+    The model has passed `check_model`. Where it differs otherwise, the runner keeps no features, or
+    begins no forward between images, for prompts of this kind. Raises `ConfigurationError`.
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):
@@ -102,12 +100,8 @@ class _Comparison:
     reference: Reference
     """Log-probabilities of the plain forward, after the prompt and after each of the two."""
 
-    @property
-    def plain_3V(self) -> torch.Tensor:
-        return torch.stack(list(self.reference.values))
-
     def run(self) -> None:
-        """Find whether features may be kept, prompts cut, prefills shared; refuse if none helps."""
+        """Find whether features may be kept and prompts cut; refuse if neither helps."""
         num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
         # The second forward reads the features that the first one left.
         is_chunked = num_images < num_prompt and not self.layout.is_recurrent
@@ -120,15 +114,6 @@ class _Comparison:
         first = self.images.images[-1].tokens.start
         can_cut = first > 0 and self.images.is_divided and not self.layout.is_recurrent
         runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
-        if runner.batch_layout is BatchLayout.PACKED:
-            # The features of pixels that no prompt has are counted and kept nowhere.
-            runner.encoder_cache = EncoderCache(encoder_cache.max_bytes)
-            runner.encoder_cache.is_used = encoder_cache.is_used
-            try:
-                if self._can_share():
-                    runner.shares_prefill.add(self.images.kind)
-            finally:
-                runner.encoder_cache = encoder_cache
 
     def require(self, ways: list[int]) -> None:
         """Refuse a model that differs where a first forward computes this many tokens."""
@@ -139,48 +124,15 @@ class _Comparison:
                 f"cache: {found}. Roll them out with model.generate."
             ) from failure
 
-    def _can_share(self) -> bool:
-        other = _altered(self.images)
-        together, _ = attempt(lambda: self._together(other))
-        if together is None:
-            return False
-        runner, row = self.runner, self.row
-        plain_3V = runner.plain_logits(row, images=other, num_last=3).log_softmax(-1)
-        text_3V = runner.plain_logits(self.text)[-3:].log_softmax(-1)
-        # Another picture must show, or those of two prompts could be confused.
-        is_seen = bool(self._distance(self.plain_3V, plain_3V))
-        expected_33V = torch.stack([self.plain_3V, text_3V, plain_3V], dim=1)
-        return is_seen and not self._distance(expected_33V[:2].flatten(0, 1), together)
-
-    def _together(self, other: PromptImages) -> torch.Tensor:
-        """Return log-probabilities after three prompts and after one more token of each, `[6, V]`.
-
-        One forward prefills the prompt, a text, and the prompt with another picture.
-        """
-        runner, pages, rows = self.runner, self._pages(3), [self.row, self.text, self.row]
-        prompts, images = [row[:-2] for row in rows], [self.images, None, other]
-        runner.image_inputs.find_positions([(prompts[0], self.images), (prompts[0], other)])
-        lengths = list(map(len, prompts))
-        logits = runner.logits(ForwardBatch(prompts, lengths, range(3), *pages, images=images))
-        offsets = [self.images.position_offset or 0, 0, other.position_offset or 0]
-        new, lengths = [row[-2:-1] for row in rows], [length + 1 for length in lengths]
-        following = runner.logits(ForwardBatch(new, lengths, range(3), *pages, offsets))
-        return torch.cat([logits, following]).log_softmax(-1)
-
     def _difference(self, ways: list[int]) -> tuple[str, Exception | None]:
         for num_first in ways:
             paged, failure = attempt(partial(self._paged, num_first))
             if paged is None:
                 return f"its forward fails ({error_text(failure)})", failure
-            if found := self._distance(self.plain_3V, paged):
-                return found, None
+            noise = self.reference.noise.max().expand(len(paged))
+            if not (agreement := agrees(paged, self.reference.values, noise)):
+                return f"log-probabilities are off its plain forward by {agreement}", None
         return "", None
-
-    def _distance(self, expected: torch.Tensor, found: torch.Tensor) -> str:
-        """Return how log-probabilities differ by more than rounding; "": not."""
-        noise = self.reference.noise.max().expand(len(expected))
-        agreement = agrees(found, expected, noise)
-        return "" if agreement else f"log-probabilities are off its plain forward by {agreement}"
 
     def _pages(self, num_rows: int) -> tuple[PagedCache, BlockTable]:
         longest = max(len(self.row), len(self.text))
@@ -193,7 +145,7 @@ class _Comparison:
         runner.image_inputs.find_positions([(self.row[:num_prompt], images)])
         sides = [runner.rope.side(max(stop, num_prompt))]
         rows = [self.row[start:stop]], [stop], [0]
-        return runner.logits(ForwardBatch(*rows, *pages, rope_sides=sides, images=[images]))
+        return runner.logits(ForwardBatch(*rows, *pages, rope_sides=sides, images=images))
 
     def _paged(self, num_first: int) -> torch.Tensor:
         """Return log-probabilities after the prompt and its two next tokens, `[3, V]`.
@@ -228,14 +180,3 @@ class _Comparison:
         last = [row[-1:], text[-1:]]
         beside = runner.logits(ForwardBatch(last, lengths, [0, 1], *pages, [offset, 0]))
         return torch.cat([logits, alone, beside[:1]]).log_softmax(-1)
-
-
-def _altered(images: PromptImages) -> PromptImages:
-    altered = [
-        image._replace(
-            tensors={n: -t if t.is_floating_point() else t for n, t in image.tensors.items()},
-            digest=bytes(255 - byte for byte in image.digest),
-        )
-        for image in images.images
-    ]
-    return replace(images, images=tuple(altered))

@@ -1,20 +1,26 @@
-"""Hold the images of a prompt one by one: their tokens, tensors and hashes.
+"""Hold the images of a prompt one by one: their tokens, tensors, hashes and positions.
 
 Made in the caller's thread, shared by the sequences of a group, and read by the thread that steps
-the engine. Tensors stay in system memory, because a preempted sequence needs them again; a forward
-copies them to its device.
+the engine. Tensors stay in system memory, because a preempted sequence needs them again;
+`ImageInputs` copies them to a forward's device.
 
-T: tokens of the prompt, N: images of the prompt.
+A: axes of positions, T: tokens of the prompt, N: images of the prompt.
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
+
+from cb_rollout.compat import multimodal
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.memory import device as devices
 
 DIGEST_BYTES = 16
 
@@ -48,14 +54,9 @@ class PromptImages:
     """Dimension along which the images' tensors are joined."""
     is_divided: bool = False
     """True if each image has tensors of its own."""
-    sizes: Hashable = None
-    """Names, dtypes and sizes of the tensors of all images, without the first dimension."""
     may_be_cut: bool = False
     """True if a forward may begin before any of the images. An engine sets it, which found that its
     model then computes what it computes of the whole prompt."""
-    may_share_prefill: bool = False
-    """True if one forward may compute this prompt and others with images. An engine sets it, as
-    `may_be_cut`."""
     position_offset: int | None = None
     """Position of a token after the images, less its index in the sequence; negative where an image
     takes fewer positions than tokens. None: not computed yet."""
@@ -67,11 +68,6 @@ class PromptImages:
     def kind(self) -> tuple[bool, bool]:
         """Return (has several images, each has its own tensors); each pair is checked once."""
         return len(self.images) > 1, self.is_divided
-
-    @property
-    def prefill_key(self) -> Hashable:
-        """Return what prompts must have in common to share a prefill; None: not allowed."""
-        return self.sizes if self.may_share_prefill else None
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +148,51 @@ class PromptImages:
         return keys
 
 
+class ImageInputs:
+    """Give a model's forward the tensors of images, and the positions of prompts with images."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._names = multimodal.image_argument_names(model)
+        self.casts_pixels = False
+        """True if pixels are cast to the model's dtype, because its forward takes no other."""
+
+    def are_read(self, images: PromptImages) -> bool:
+        tensors = images.images[0].tensors
+        return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
+
+    def on_device(self, images: PromptImages, start: int = 0) -> PromptImages:
+        dtype = self._model.dtype if self.casts_pixels else None
+        return images.taken(self._names, self._device, dtype, start)
+
+    def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
+        return self.on_device(images, start).arguments(start, stop)
+
+    def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
+        """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""
+        assert images.positions is not None, "no position was found"
+        assert images.position_offset is not None
+        of_prompt = images.positions[..., start:stop].to(self._device)
+        first, offset = max(start, images.num_prompt_tokens), images.position_offset
+        later = torch.arange(first + offset, max(first, stop) + offset, device=self._device)
+        return torch.cat([of_prompt, later.expand(*of_prompt.shape[:-1], -1)], -1)
+
+    def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
+        new = [prompt for prompt in prompts if prompt[1].positions is None]
+        # One more token, which is text: where the prompt ends in an image, the next position is not
+        # the last one plus one.
+        text_id = hf_compat.text_token_ids(self._model)[0] if new else 0
+        with multimodal.keeping_position_offsets(self._model) if new else nullcontext():
+            for prompt_ids, images in new:
+                num_tokens = len(prompt_ids)
+                input_ids_1T = devices.to_device([[*prompt_ids, text_id]], self._device)
+                arguments = self.arguments(images, 0, num_tokens + 1)
+                positions = multimodal.prompt_positions(self._model, input_ids_1T, arguments)
+                images.position_offset = int(positions.flatten()[-1]) - num_tokens
+                images.positions = positions[..., :num_tokens].cpu()
+
+
 def create_prompt_images(
     tensors: Mapping[str, torch.Tensor],
     spans: Sequence[range],
@@ -174,14 +215,12 @@ def create_prompt_images(
     if divided is None:
         spans, divided = [range(spans[0].start, spans[-1].stop)], ({}, [of_images])
     dims, each = divided
-    sizes = ((n, t.dtype, t.shape[2 if n in per_token else 1 :]) for n, t in tensors.items())
     return PromptImages(
         tuple(Image(span, tensors_digest(own), own) for span, own in zip(spans, each, strict=True)),
         len(token_ids),
         {name: tensors[name] for name in tensors if name in per_token},
         dims,
         is_divided=len(each) == num_images,
-        sizes=tuple(sorted(sizes, key=lambda size: size[0])),
     )
 
 
@@ -213,20 +252,17 @@ def _division(
         return 0, [1] * N
     if num_rows == 1 and tensor.dim() > 1 and tensor.shape[1] == N:
         return 1, [1] * N
-    about = {name: t for name, t in tensors.items() if t.dim() and len(t) == N}
-    grids = [t.prod(1).tolist() for name, t in about.items() if GRID in name and _is_grid(t)]
-    counts = [t.tolist() for t in about.values() if t.dim() == 1 and not t.is_floating_point()]
+    whole = {n: t for n, t in tensors.items() if t.dim() and not t.is_floating_point()}
+    about = {name: t for name, t in whole.items() if len(t) == N}
+    tables = (t for name, t in about.items() if GRID in name and t.dim() == 2)
+    grids = [t.prod(1).tolist() for t in tables if 1 < t.shape[1] <= MAX_GRID_AXES]
+    counts = [t.tolist() for t in about.values() if t.dim() == 1]
     exact = [sizes for sizes in counts if sum(sizes) == num_rows]
     for sizes in (*grids, *exact, lengths):
         total = sum(sizes)
         if num_rows and total and all(size * num_rows % total == 0 for size in sizes):
             return 0, [size * num_rows // total for size in sizes]
     return None
-
-
-def _is_grid(tensor: torch.Tensor) -> bool:
-    is_pairs = tensor.dim() == 2 and 1 < tensor.shape[1] <= MAX_GRID_AXES
-    return is_pairs and not tensor.is_floating_point()
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:

@@ -39,9 +39,8 @@ class ForwardBatch:
     routes: Sequence[Any] = ()
     """Experts that each row's first new tokens took before, and take again: arrays of
     `[tokens, L, K]`, or None; empty: there are none."""
-    images: Sequence["PromptImages | None"] = ()
-    """Images that each row computes, whose positions are known; None: its new tokens are text;
-    empty: those of all rows."""
+    images: "PromptImages | None" = None
+    """Images that the only row computes, whose positions are known; None: new tokens are text."""
 
     @classmethod
     def of(
@@ -58,7 +57,7 @@ class ForwardBatch:
         """
         rows = list(zip(requests, lengths, strict=True))
         offsets = [request.position_offset for request in requests]
-        images = [r.images if r.num_computed < r.num_image_tokens else None for r in requests]
+        first = requests[0]
         return cls(
             [r.token_ids[min(r.num_computed, length - 1) : length] for r, length in rows],
             lengths,
@@ -69,7 +68,7 @@ class ForwardBatch:
             [request.rope_side for request in requests],
             [request.block_ids for request in requests],
             () if all(record is None for record in routes) else routes,
-            images if any(images) else (),
+            first.images if first.num_computed < first.num_image_tokens else None,
         )
 
     @classmethod

@@ -60,7 +60,7 @@ def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) 
         return plan
     found = (
         f"of {plan.free_bytes / GIB:.3f} GiB free, training will take "
-        f"{plan.training_reserve_bytes / GIB:.3f}, a forward {plan.forward_bytes / GIB:.3f}, and a "
+        f"{plan.training.reserve / GIB:.3f}, a forward {plan.forward_bytes / GIB:.3f}, and a "
         f"block of {config.block_size} tokens {plan.bytes_per_block / GIB:.3f}"
     )
     for name, numbers in _defaults(plan, device).items():

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class CacheStorage:
         Raises:
             OutOfCacheMemoryError: there is no memory for `at_least` blocks.
         """
-        wanted = self._plan.num_blocks
+        wanted, size = self._plan.num_blocks, self._limits.block_size
+        num_rows = self._limits.max_requests
         if not self._plan.is_fixed:
             wanted = min(num_blocks, wanted)
         at_least = min(at_least, wanted)
@@ -81,7 +83,8 @@ class CacheStorage:
         while True:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
-            cache, cause = self._attempted(lambda size=num_blocks: self._new(size))
+            new = partial(PagedCache, self._layout, num_blocks=num_blocks, device=self._device)
+            cache, cause = self._attempted(partial(new, block_size=size, num_table_rows=num_rows))
             if self._all_reduce_min(cache is not None):
                 break
             if num_blocks == at_least:
@@ -94,7 +97,7 @@ class CacheStorage:
                 f"taken ({self._size(num_blocks)}); {self._free_now()}. Fewer sequences run "
                 f"together. Lower {'num_blocks' if self._plan.is_fixed else automatic}."
             )
-        table = BlockTable(self._limits.max_requests, self._limits.block_size, self._device)
+        table = BlockTable(num_rows, size, self._device)
         self._num_blocks, self._held = num_blocks, (cache, table)
         return num_blocks
 
@@ -111,15 +114,6 @@ class CacheStorage:
         # A CPU allocates more than it has, and ends the process that uses it.
         free = devices.memory_after_release(self._device).free_bytes - other_bytes
         return max(0, free) // max(1, self._plan.bytes_per_block)
-
-    def _new(self, num_blocks: int) -> PagedCache:
-        return PagedCache(
-            self._layout,
-            num_blocks=num_blocks,
-            block_size=self._limits.block_size,
-            num_table_rows=self._limits.max_requests,
-            device=self._device,
-        )
 
     def grow(self, count: int, usable: int) -> int:
         """Allocate `count` more blocks, or as many as fit; return the total.

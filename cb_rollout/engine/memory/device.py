@@ -7,25 +7,18 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import distributed
 
-from cb_rollout.engine.memory.system import system_memory
+from cb_rollout.engine.memory.system import DeviceMemory, system_memory
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
 # Of the free memory, a copy that only saves time takes at most this part.
 FREE_PER_COPY = 4
 
 STATUS, CLEAR_REFERENCES = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-class DeviceMemory(NamedTuple):
-    """Memory that a device has for this process, in bytes."""
-
-    total_bytes: int
-    free_bytes: int
 
 
 def memory(device: torch.device) -> DeviceMemory:
@@ -39,8 +32,7 @@ def memory(device: torch.device) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return DeviceMemory(total, free // num_sharers(device) + unused)
-    system = system_memory(num_sharers(device))
-    return DeviceMemory(int(system.limit_bytes), int(system.left_bytes))
+    return system_memory(num_sharers(device))
 
 
 def memory_after_release(device: torch.device) -> DeviceMemory:

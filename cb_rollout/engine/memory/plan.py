@@ -167,11 +167,6 @@ class MemoryPlan(MemoryModel):
         return bool(self.num_blocks and self.num_slots)
 
     @property
-    def training_reserve_bytes(self) -> int:
-        """Return the bytes that training will still allocate."""
-        return self.training.reserve
-
-    @property
     def state_bytes(self) -> int:
         """Return the bytes of all recurrent states."""
         return self.num_slots * self.bytes_per_sequence

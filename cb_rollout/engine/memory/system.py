@@ -1,10 +1,10 @@
 """Measure the system memory that this process may use: of the system, its container, its limits.
 
-Reads the kernel's control groups, of either version. The absence of a limit is infinity.
+Reads the kernel's control groups, of either version.
 """
 
 import errno
-import math
+import operator
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,28 +18,28 @@ if sys.platform != "win32":
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
-# Version 1 writes "no limit" as a huge number, rounded to pages.
+# No limit; version 1 writes it as a huge number, rounded to pages.
 UNLIMITED_BYTES = 1 << 60
 
 OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
-class SystemMemory(NamedTuple):
-    """A limit and the use of it, in bytes."""
+class DeviceMemory(NamedTuple):
+    """Memory that a device has for this process, in bytes."""
 
-    limit_bytes: float
-    used_bytes: int
+    total_bytes: int
+    free_bytes: int
 
-    @property
-    def left_bytes(self) -> float:
-        return max(0.0, self.limit_bytes - self.used_bytes)
 
+NO_LIMIT = DeviceMemory(UNLIMITED_BYTES, UNLIMITED_BYTES)
+
+_FREE = operator.attrgetter("free_bytes")
 
 # By number of sharers.
-_newest: dict[int, SystemMemory] = {}
+_newest: dict[int, DeviceMemory] = {}
 
 
-def system_memory(num_sharers: int = 1) -> SystemMemory:
+def system_memory(num_sharers: int = 1) -> DeviceMemory:
     """Return the tightest limit; of shared memory, one of `num_sharers` equal shares is left.
 
     The last measurement, while the process can open no file to measure anew.
@@ -52,24 +52,14 @@ def system_memory(num_sharers: int = 1) -> SystemMemory:
     return _newest[num_sharers]
 
 
-def _measured(num_sharers: int) -> SystemMemory:
+def _measured(num_sharers: int) -> DeviceMemory:
     system = psutil.virtual_memory()
-    shared = [SystemMemory(system.total, system.total - system.available), container_memory()]
-    return min(
-        *(_share(memory, num_sharers) for memory in shared),
-        *process_limits(),
-        key=lambda memory: memory.left_bytes,
-    )
+    shared = [DeviceMemory(system.total, system.available), container_memory()]
+    shares = [DeviceMemory(total, free // num_sharers) for total, free in shared]
+    return min(*shares, *process_limits(), key=_FREE)
 
 
-def _share(memory: SystemMemory, num_sharers: int) -> SystemMemory:
-    if memory.limit_bytes == math.inf:
-        return memory
-    left = int(memory.left_bytes) // num_sharers
-    return memory._replace(used_bytes=int(memory.limit_bytes) - left)
-
-
-def process_limits() -> Iterator[SystemMemory]:
+def process_limits() -> Iterator[DeviceMemory]:
     """Yield the limits that `ulimit -v` and `ulimit -d` set for this process."""
     if sys.platform != "linux":
         return
@@ -77,10 +67,10 @@ def process_limits() -> Iterator[SystemMemory]:
     for kind, used_bytes in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data)):
         limit_bytes, _ = resource.getrlimit(kind)
         if limit_bytes != resource.RLIM_INFINITY:
-            yield SystemMemory(limit_bytes, used_bytes)
+            yield DeviceMemory(limit_bytes, max(0, limit_bytes - used_bytes))
 
 
-def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> SystemMemory:
+def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> DeviceMemory:
     """Return the tightest limit of this process's control group and the groups around it.
 
     `root` is the mount of the control groups; `membership` is the file that names the process's.
@@ -90,8 +80,8 @@ def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> System
     except OSError as error:
         if error.errno in OUT_OF_FILES:
             raise
-        return SystemMemory(math.inf, 0)
-    tightest = SystemMemory(math.inf, 0)
+        return NO_LIMIT
+    tightest = NO_LIMIT
     for _, controllers, group in lines:
         if controllers == "":
             limit = _tightest(root, group, "memory.max", "memory.current", "inactive_file")
@@ -100,32 +90,32 @@ def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> System
             limit = _tightest(root / "memory", group, *names)
         else:
             continue
-        tightest = min(tightest, limit, key=lambda memory: memory.left_bytes)
+        tightest = min(tightest, limit, key=_FREE)
     return tightest
 
 
-def _tightest(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> SystemMemory:
+def _tightest(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> DeviceMemory:
     # Inside a container the process's group is often the mount itself.
     inner = mount / group.lstrip("/")
     groups = [g for g in (inner, *inner.parents) if g.is_relative_to(mount)]
     limits = [_read(g / limit, g / used, g / "memory.stat", reclaimable) for g in groups]
-    return min(limits, key=lambda memory: memory.left_bytes)
+    return min(limits, key=_FREE)
 
 
-def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> SystemMemory:
+def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> DeviceMemory:
     try:
         limit_bytes, used_bytes = int(limit.read_text()), int(used.read_text())
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
             raise
         # There is no such file, or it says "max".
-        limit_bytes, used_bytes = UNLIMITED_BYTES, 0
+        return NO_LIMIT
     if limit_bytes >= UNLIMITED_BYTES:
-        return SystemMemory(math.inf, 0)
+        return NO_LIMIT
     try:
         # Such as the file cache, which the kernel drops when asked.
         lines = dict(line.split() for line in statistics.read_text().splitlines())
         used_bytes -= int(lines.get(reclaimable, 0))
     except (OSError, ValueError):
         pass
-    return SystemMemory(limit_bytes, max(0, used_bytes))
+    return DeviceMemory(limit_bytes, max(0, limit_bytes - max(0, used_bytes)))

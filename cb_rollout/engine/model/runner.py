@@ -27,8 +27,7 @@ from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.traced_forward import Traceable
 from cb_rollout.engine.images.encoder_cache import EncoderCache
-from cb_rollout.engine.images.inputs import ImageInputs, joined_positions, joined_tensors
-from cb_rollout.engine.images.prompt_images import Image, PromptImages
+from cb_rollout.engine.images.prompt_images import Image, ImageInputs, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
@@ -93,8 +92,6 @@ class ModelRunner:
         """Linear layers of the forwards on a CPU."""
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
         """Permission to begin a forward between images, by checked `PromptImages.kind`."""
-        self.shares_prefill: set[tuple[bool, bool]] = set()
-        """Kinds of prompts of which one forward may compute several."""
         self._opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
@@ -191,16 +188,13 @@ class ModelRunner:
         return is_half or (torch_compat.rounds_float32_products(self.device) and not is_exact)
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a batch through the model; return float32 logits after each row, `[B, V]`.
-
-        Rows that compute images are alone, or all of their images have one `prefill_key`.
-        """
+        """Run a batch through the model; return float32 logits after each row, `[B, V]`."""
         if batch.is_decode and self.attention_backend is not None:
             return self._paged_decode(batch, self.attention_backend)
-        may_pack = self.batch_layout is BatchLayout.PACKED and not batch.is_decode
-        if len(batch) > 1 if batch.images else may_pack:
+        is_text = batch.images is None
+        if is_text and self.batch_layout is BatchLayout.PACKED and not batch.is_decode:
             return self._forward(batch, packed_inputs(batch))
-        if batch.images or self.batch_layout.takes_any_lengths:
+        if not is_text or self.batch_layout.takes_any_lengths:
             return self._forward(batch, padded_inputs(batch))
         alike = self._alike(batch)
         parts = [batch.select(rows) for rows in alike]
@@ -294,22 +288,14 @@ class ModelRunner:
     def _with_images(
         self, batch: ForwardBatch, positions: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Image]]:
-        """Return positions of rows with images, tensors of their images, and the images."""
-        if not batch.images:
+        """Return positions of a row with images, tensors of its images, and the images."""
+        if batch.images is None:
             return positions, {}, []
-        num_new, prompts, of_rows = batch.num_new, [], []
-        of_tokens = list(positions.split(num_new, -1))
-        for row, (images, stop) in enumerate(zip(batch.images, batch.lengths, strict=True)):
-            of_rows.append({})
-            if images is not None:
-                start = stop - num_new[row]
-                of_tokens[row] = self.image_inputs.positions(images, start, stop)
-                prompts.append(self.image_inputs.on_device(images, start))
-                of_rows[row] = prompts[-1].arguments(start, stop)
-        per_token = frozenset().union(*(prompt.of_tokens for prompt in prompts))
-        arguments = joined_tensors(of_rows, num_new, per_token, dim=1)
-        of_prompts = [image for prompt in prompts for image in prompt.images]
-        return joined_positions(of_tokens), arguments, of_prompts
+        (stop,), (num_new,) = batch.lengths, batch.num_new
+        start = stop - num_new
+        taken = self.image_inputs.on_device(batch.images, start)
+        positions = self.image_inputs.positions(batch.images, start, stop)
+        return positions, taken.arguments(start, stop), list(taken.images)
 
     def plain_logits(
         self,

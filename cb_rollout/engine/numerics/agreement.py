@@ -56,7 +56,6 @@ class Agreement:
     """
 
     largest: float
-    mean: float
     root_mean_square: float
     noise: float
     """Root-mean-square distance that rounding explains, at the median position."""
@@ -86,13 +85,12 @@ def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
     distances = _distances(found, expected, unknown=math.inf)
     flat = torch.cat(distances) if distances else torch.zeros(0)
     if not flat.numel():
-        return Agreement(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        return Agreement(0.0, 0.0, 0.0, 0.0, 0.0)
     distances_P = _root_mean_squares(distances)
     # A position without noise agrees in every bit or not at all.
     multiples_P = torch.where(distances_P == 0, 0.0, distances_P / noise.to(distances_P))
     return Agreement(
         largest=float(flat.max()),
-        mean=float(flat.mean()),
         root_mean_square=float(flat.square().mean().sqrt()),
         noise=float(noise.median()),
         typical_multiple=float(multiples_P.median()),

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import inductor
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.rope import rotary_modules
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.attention import attend
 from cb_rollout.engine.numerics.kernels import DTYPES
@@ -49,7 +50,7 @@ def bitwise(model: torch.nn.Module) -> Iterator[None]:
 def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` for a model that cannot give the same bits in every batch."""
     device = next(model.parameters()).device
-    reason = None
+    reason, sites = None, torch_compat.dropout_sites(model)
     if device.type != "cpu":
         reason = f"the model is on {device.type}, which has no ordered kernels; it runs on a CPU"
     elif obstacle := inductor.compiler_obstacle():
@@ -65,24 +66,15 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
             f"rope_type={rope!r} takes its frequencies from the longest row of a batch; leave "
             "numerics at 'fast'"
         )
-    elif dropping := _dropping(model):
-        reason = f"{dropping} drops activations at random in training; set it to 0"
+    elif dropping := [s.name for s in sites if s.rate > 0 and s.module.training]:
+        reason = f"{dropping[0]} drops activations at random in training; set it to 0"
     if reason:
         raise ConfigurationError(f"numerics='bitwise': {reason}.")
 
 
 def _batched_rope(model: PreTrainedModel) -> str | None:
-    for module in model.modules():
-        types: Any = getattr(module, "rope_type", None)
-        for name in types.values() if isinstance(types, dict) else (types,):
-            if name in _ROPE_OF_A_BATCH:
-                return name
-    return None
-
-
-def _dropping(model: PreTrainedModel) -> str | None:
-    sites = torch_compat.dropout_sites(model)
-    return next((s.name for s in sites if s.rate > 0 and s.module.training), None)
+    names = (name for _, types in rotary_modules(model) for name in types.values())
+    return next((name for name in names if name in _ROPE_OF_A_BATCH), None)
 
 
 @contextmanager

@@ -18,7 +18,6 @@ from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling.cpu import can_sample, sample_plain
 from cb_rollout.engine.sampling.truncation import Truncation, create_truncation, truncate
 
 # SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
@@ -63,9 +62,6 @@ class SamplingBatch:
     """Indices of the rows that ask for `top_logprobs`; None: there are none."""
     num_top: int
     """The largest `top_logprobs` of all rows."""
-    plain_temperatures_B: torch.Tensor | None = None
-    """float32, 0 where greedy, for the C++ kernel; None: some row is not plain, or the device is
-    not a CPU."""
     never_sampled_K: torch.Tensor | None = None
     """Token ids that no row samples, unless logits processors allowed it; None: there are none."""
 
@@ -111,9 +107,6 @@ def create_sampling_batch(
         return devices.to_device(values, device)
 
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-    plain = None
-    if device.type == "cpu" and not truncated and not with_top:
-        plain = floats([0.0 if p.is_greedy else p.temperature for p in params])
     return SamplingBatch(
         temperatures_B=None if set(temperatures) == {1.0} else floats(temperatures),
         seeds_B=integers([request.seed for request in requests]),
@@ -122,7 +115,6 @@ def create_sampling_batch(
         truncation=create_truncation([params[r] for r in truncated], device),
         top_rows=integers(with_top) if with_top else None,
         num_top=max(p.top_logprobs for p in params),
-        plain_temperatures_B=plain,
         never_sampled_K=integers(list(never_sampled)) if never_sampled else None,
     )
 
@@ -195,10 +187,6 @@ def sample(
     that are never sampled.
     """
     is_processed, is_bitwise = processed_BV is not None, operators.are_installed()
-    # The kernel takes plain rows alone: beside other rows they would be drawn in another order.
-    is_plain = not is_processed and batch.plain_temperatures_B is not None and not is_bitwise
-    if is_plain and can_sample(logits_BV):
-        return _sampled_plain(logits_BV, batch, indices_B, mode)
     if not is_processed and batch.never_sampled_K is not None:
         processed_BV = logits_BV.index_fill(1, batch.never_sampled_K, -torch.inf)
     is_same = processed_BV is None
@@ -240,16 +228,6 @@ def sample(
     return Sampled(
         token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN, log_mass_R, is_kept_RV
     )
-
-
-def _sampled_plain(
-    logits_BV: torch.Tensor, batch: SamplingBatch, indices_B: torch.Tensor, mode: LogprobsMode
-) -> Sampled:
-    assert batch.plain_temperatures_B is not None
-    rows = batch.plain_temperatures_B, batch.seeds_B, indices_B, batch.never_sampled_K
-    is_processed = mode == LogprobsMode.PROCESSED
-    token_ids_B, logprobs_B = sample_plain(logits_BV, *rows, is_processed=is_processed)
-    return Sampled(token_ids_B, logprobs_B, ~logprobs_B.isnan(), None, None, None, None)
 
 
 def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ the penalties change all rows at once. Other parameters run transformers' own pr
 time. Rows that ask for nothing keep their logits bit for bit. Called by the thread that steps the
 engine.
 
-B: rows, V: vocabulary, K: entries, P: rows with penalties, G: rows with a grammar, R: rows of the
-history, C: its columns, T: tokens of the longest row, N: tokens that are never sampled.
+B: rows, V: vocabulary, K: entries, P: rows with penalties, G: rows with a grammar, T: tokens of the
+longest row, N: tokens that are never sampled.
 """
 
 import math
@@ -31,9 +31,6 @@ from cb_rollout.config.sampling import MAX_LOGIT_CHANGE
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 
-# The history grows every few hundred steps, by no more than 2 KiB a row.
-NUM_SPARE_COLUMNS = 256
-
 # Takes the logits (float32, `[B, V]`) and the number of tokens each row has sampled (int64, B).
 Change = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -49,21 +46,15 @@ class LogitsProcessing:
         requests: Sequence[Request],
         vocab_size: int,
         device: torch.device,
-        previous: "LogitsProcessing | None" = None,
         never_sampled: Sequence[int] = (),
     ) -> None:
-        """Collect the changes that the rows of `requests` ask for; reuse the `previous` history."""
-        penalized = [row for row, request in enumerate(requests) if request.params.is_penalized]
-        self._history: _History | None = None
-        if penalized:
-            known = None if previous is None else previous._history
-            self._history = _History([requests[row] for row in penalized], device, known)
+        """Collect the changes that the rows of `requests` ask for."""
         rows = _Rows(requests, vocab_size, device)
         created = (
             _create_never_sampled(rows, never_sampled),
             _create_bias(rows),
             _create_of_rows(rows, _first_processors),
-            None if self._history is None else _create_penalties(rows, penalized, self._history),
+            _create_penalties(rows),
             _create_of_rows(rows, _later_processors),
             _create_grammars(rows),
         )
@@ -74,69 +65,9 @@ class LogitsProcessing:
     def __call__(self, logits_BV: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
         """Return changed float32 logits after `indices_B` (int64) sampled tokens of each row."""
         logits_BV = logits_BV.clone()
-        if self._history is not None:
-            self._history.update()
         for change in self._changes:
             change(logits_BV, indices_B)
         return logits_BV
-
-
-class _History:
-    """The token ids of some sequences on the logits' device, right-padded.
-
-    A copy of the sequences' own ids, so preemption loses nothing. A step copies the new tokens;
-    only a sequence that joins is copied whole.
-    """
-
-    def __init__(
-        self, requests: Sequence[Request], device: torch.device, previous: "_History | None" = None
-    ) -> None:
-        """Copy the sequences that `previous` holds; `update()` copies the rest."""
-        self._requests = list(requests)
-        self._device = device
-        self._num_known = [0] * len(requests)
-        num_prompt = [len(request.prompt_ids) for request in requests]
-        self.num_prompt = devices.to_device(num_prompt, device)
-        """Tokens of each prompt (int64, R)."""
-        self.num_tokens = self.num_prompt
-        """Tokens of each row, at the last update (int64, R)."""
-        self._ids_RC = self._zeros(max(request.num_tokens for request in requests))
-        self.ids = self._ids_RC
-        """Token ids at the last update (int64, `[R, T]`), valid up to `num_tokens`."""
-        if previous is not None:
-            self._take_over(previous)
-
-    def _zeros(self, num_tokens: int) -> torch.Tensor:
-        shape = (len(self._requests), num_tokens + NUM_SPARE_COLUMNS)
-        return torch.zeros(shape, dtype=torch.int64, device=self._device)
-
-    def _take_over(self, previous: "_History") -> None:
-        old_rows = {id(request): row for row, request in enumerate(previous._requests)}
-        kept = [row for row, request in enumerate(self._requests) if id(request) in old_rows]
-        sources = [old_rows[id(self._requests[row])] for row in kept]
-        for row, source in zip(kept, sources, strict=True):
-            self._num_known[row] = previous._num_known[source]
-        width = max((self._num_known[row] for row in kept), default=0)
-        target_index = devices.to_device(kept, self._device)
-        source_index = devices.to_device(sources, self._device)
-        self._ids_RC[target_index, :width] = previous._ids_RC[source_index, :width]
-
-    def update(self) -> None:
-        longest = max(request.num_tokens for request in self._requests)
-        if longest > self._ids_RC.shape[1]:
-            old_RC, self._ids_RC = self._ids_RC, self._zeros(longest)
-            self._ids_RC[:, : old_RC.shape[1]] = old_RC
-        rows, columns, tokens = [], [], []
-        for row, (request, known) in enumerate(zip(self._requests, self._num_known, strict=True)):
-            new = request.token_ids[known:]
-            rows += [row] * len(new)
-            columns += range(known, known + len(new))
-            tokens += new
-            self._num_known[row] = known + len(new)
-        triple = devices.to_device([rows, columns, tokens], self._device)
-        self._ids_RC[triple[0], triple[1]] = triple[2]
-        self.num_tokens = devices.to_device(self._num_known, self._device)
-        self.ids = self._ids_RC[:, :longest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,26 +127,30 @@ def _create_bias(rows: _Rows) -> Change | None:
     return add
 
 
-def _create_penalties(rows: _Rows, penalized: list[int], history: _History) -> Change:
-    """Penalize used tokens, in the rows of `penalized`, whose tokens `history` holds.
+def _create_penalties(rows: _Rows) -> Change | None:
+    """Penalize used tokens.
 
     Repetition is transformers' `RepetitionPenaltyLogitsProcessor`: over prompt and completion.
     Presence and frequency are OpenAI's, as in vLLM: over the completion.
     """
-    params = [rows.requests[row].params for row in penalized]
-    rows_P = rows.integers(penalized)
+    penalized = {row: r for row, r in enumerate(rows.requests) if r.params.is_penalized}
+    if not penalized:
+        return None
+    requests, rows_P = list(penalized.values()), rows.integers(list(penalized))
+    num_prompt_P1 = rows.integers([len(request.prompt_ids) for request in requests])[:, None]
+    params = [request.params for request in requests]
     given = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
     columns_3P1 = devices.to_device(given, rows.device, torch.float32).T[..., None]
     repetition_P1, presence_P1, frequency_P1 = columns_3P1
 
     def penalize(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
-        ids_PT = history.ids.clamp(max=rows.vocab_size)
-        index_T = torch.arange(ids_PT.shape[1], device=rows.device)
-        is_past_PT = index_T >= history.num_tokens[:, None]
-        is_prompt_PT = index_T < history.num_prompt[:, None]
-        # Other tokens go to one more column, dropped in the end.
-        used_PT = ids_PT.masked_fill(is_past_PT, rows.vocab_size)
-        sampled_PT = used_PT.masked_fill(is_prompt_PT, rows.vocab_size)
+        # Padding, and tokens without a logit, go to one more column, dropped in the end.
+        none, T = rows.vocab_size, max(request.num_tokens for request in requests)
+        padded = [[*r.token_ids, *[none] * (T - r.num_tokens)] for r in requests]
+        used_PT = rows.integers([token for row in padded for token in row]).view(-1, T)
+        used_PT = used_PT.clamp(max=none)
+        is_prompt_PT = torch.arange(T, device=rows.device) < num_prompt_P1
+        sampled_PT = used_PT.masked_fill(is_prompt_PT, none)
         scores_PV = torch.nn.functional.pad(logits_BV[rows_P], (0, 1))
         old_PT = scores_PV.gather(1, used_PT)
         new_PT = torch.where(old_PT < 0, old_PT * repetition_P1, old_PT / repetition_P1)

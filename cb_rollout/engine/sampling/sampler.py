@@ -16,7 +16,6 @@ from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling import cpu
 from cb_rollout.engine.sampling.draw import Sampled, SamplingBatch, create_sampling_batch, sample
 from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
 from cb_rollout.metrics.registry import EngineCounters
@@ -105,11 +104,9 @@ class TokenSampler:
         """Append tokens that a CUDA graph or `extend` sampled; return how many got a token."""
         if results.log_masses:
             self._record_truncation(requests, results, kept_RV)
-        if results.is_possible or results.top_ids:
-            return _append_one_by_one(requests, results, policy_version)
-        return append_each(
-            requests, results.tokens, results.logprobs, results.is_valid, policy_version
-        )
+        top = _top_logprobs(requests, results) if results.top_ids else {}
+        rows = enumerate(requests)
+        return sum(append_row(r, results, row, policy_version, top.get(r)) for row, r in rows)
 
     def extend_drafted(
         self,
@@ -143,9 +140,7 @@ class TokenSampler:
                 row = len(is_used)
                 is_used.append(is_going)
                 if is_going:
-                    now = slice(row, row + 1)
-                    given = results.tokens[now], results.logprobs[now], results.is_valid[now]
-                    append_each([request], *given, policy_version)
+                    append_row(request, results, row, policy_version)
                     is_going = results.tokens[row] == expected and not request.status.is_final
             num_given.append(request.num_generated - num_before)
         if kept_RV is not None:
@@ -184,26 +179,10 @@ class TokenSampler:
         batch = create_sampling_batch(requests, self._device, never_sampled)
         processing = None
         if any(request.is_adjusted for request in requests):
-            previous = self._cached[2] if is_recurring and self._cached is not None else None
-            rows = requests, vocab_size, self._device
-            processing = LogitsProcessing(*rows, previous, never_sampled)
+            processing = LogitsProcessing(requests, vocab_size, self._device, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
-
-
-def create_token_sampler(
-    config: RolloutConfig,
-    device: torch.device,
-    counters: EngineCounters,
-    never_sampled: Sequence[int] = (),
-) -> TokenSampler:
-    """Create the token sampler that the settings ask for; see `TokenSampler`."""
-    if device.type == "cpu":
-        # Compile now, not in a rollout's first step.
-        cpu.prepare()
-    mode, keeps = reported_mode(config), keeps_ids(config)
-    return TokenSampler(device, mode, counters, never_sampled, keeps_ids=keeps)
 
 
 def keeps_ids(config: RolloutConfig) -> bool:
@@ -214,22 +193,6 @@ def keeps_ids(config: RolloutConfig) -> bool:
 def reported_mode(config: RolloutConfig) -> LogprobsMode:
     """Return the distribution that log-probabilities are taken from."""
     return LogprobsMode.PROCESSED if keeps_ids(config) else LogprobsMode(config.logprobs_mode)
-
-
-def append_each(
-    requests: Sequence[Request],
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    is_valid: Sequence[bool],
-    policy_version: int,
-) -> int:
-    """Append each sequence's token, or fail it if it has none; return how many got a token."""
-    for request, token, logprob, valid in zip(requests, tokens, logprobs, is_valid, strict=True):
-        if valid:
-            request.append(token, logprob, policy_version)
-        else:
-            _fail_without_distribution(request)
-    return sum(is_valid)
 
 
 class HostSampled(NamedTuple):
@@ -257,31 +220,42 @@ def _to_host(sampled: Sampled) -> HostSampled:
     return HostSampled(*([] if tensor is None else next(lists) for tensor in tensors))
 
 
-def _append_one_by_one(
-    requests: Sequence[Request], results: HostSampled, policy_version: int
-) -> int:
-    """Append tokens of sequences that may have failed, or that ask for `top_logprobs`."""
-    is_possible = results.is_possible or results.is_valid
+def append_row(
+    request: Request,
+    results: HostSampled,
+    row: int,
+    policy_version: int,
+    top_logprobs: list[tuple[int, float]] | None = None,
+) -> bool:
+    """Append a row's token, or fail the sequence if it has none; return whether it got one."""
+    if request.status.is_final:
+        # A logits processor or a grammar raised.
+        return False
+    if not results.is_valid[row]:
+        advice = "look at the weights (a diverged step?) or raise rollout_dtype."
+        logits = f"the model's logits after {request.num_tokens} tokens"
+        _fail(request, f"{logits} are NaN or infinite; {advice}")
+        return False
+    if results.is_possible and not results.is_possible[row]:
+        cause = f"{', '.join(request.params.adjustments)} left no finite score to sample from"
+        advice = "loosen them, or lower max_new_tokens."
+        _fail(request, f"after {request.num_tokens} tokens none may follow: {cause}; {advice}")
+        return False
+    request.append(results.tokens[row], results.logprobs[row], policy_version, top_logprobs)
+    return True
+
+
+def _top_logprobs(
+    requests: Sequence[Request], results: HostSampled
+) -> dict[Request, list[tuple[int, float]]]:
     top: dict[Request, list[tuple[int, float]]] = {}
-    wanting = [request for request in requests if request.params.top_logprobs]
+    wanting = (request for request in requests if request.params.top_logprobs)
     for request, ids, values in zip(wanting, results.top_ids, results.top_logprobs, strict=True):
         wanted = request.params.top_logprobs
         # A token of probability zero is no alternative.
         pairs = zip(ids[:wanted], values[:wanted], strict=True)
         top[request] = [(token, value) for token, value in pairs if value > -torch.inf]
-    num_appended = 0
-    for row, request in enumerate(requests):
-        if request.status.is_final:
-            continue
-        if not results.is_valid[row]:
-            _fail_without_distribution(request)
-        elif not is_possible[row]:
-            _fail_without_choice(request)
-        else:
-            token, logprob = results.tokens[row], results.logprobs[row]
-            request.append(token, logprob, policy_version, top.get(request))
-            num_appended += 1
-    return num_appended
+    return top
 
 
 def _fail_with(request: Request, error: Exception) -> None:
@@ -289,18 +263,6 @@ def _fail_with(request: Request, error: Exception) -> None:
         request.cause = error
         cause = f"raised {type(error).__name__}: {error}; change its sampling parameters."
         _fail(request, f"sampling after {request.num_tokens} tokens {cause}")
-
-
-def _fail_without_choice(request: Request) -> None:
-    cause = f"{', '.join(request.params.adjustments)} left no finite score to sample from"
-    advice = "loosen them, or lower max_new_tokens."
-    _fail(request, f"after {request.num_tokens} tokens none may follow: {cause}; {advice}")
-
-
-def _fail_without_distribution(request: Request) -> None:
-    advice = "look at the weights (a diverged step?) or raise rollout_dtype."
-    logits = f"the model's logits after {request.num_tokens} tokens"
-    _fail(request, f"{logits} are NaN or infinite; {advice}")
 
 
 def _fail(request: Request, message: str) -> None:

@@ -1,1 +1,1 @@
-"""Choose the sequences of a step by a policy, within blocks and table rows."""
+"""Choose the sequences of a step, within blocks and table rows."""

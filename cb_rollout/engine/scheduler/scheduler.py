@@ -9,12 +9,12 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice, takewhile
+from itertools import islice
 
+from cb_rollout.config.enums import SchedulerType
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
 from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request, members
-from cb_rollout.engine.scheduler.policy import SchedulerPolicy
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import RequestStatus
 
@@ -27,16 +27,22 @@ MIN_BATCH_TOKENS = 16
 # repeated for 32 heads.
 MAX_GATHER_RATIO = 8
 
+# A prefill of few prompts costs as much as a decode step of many rows.
+RUNNING_PER_PROMPT = 4
+
+# Decode steps that waiting prompts are held back for, at most.
+MAX_DECODES_IN_A_ROW = 8
+
 
 class WaitingQueue:
-    """Sequences that wait for blocks and a table row, in the order of a policy.
+    """Sequences that wait for blocks and a table row, in order of arrival or the longest first.
 
     One that ended while it waited stays in place and is passed over, so that ending it costs the
     same however many wait. The length counts the unfinished.
     """
 
-    def __init__(self, policy: SchedulerPolicy) -> None:
-        self._policy = policy
+    def __init__(self, scheduler_type: str = SchedulerType.FIFO) -> None:
+        self._is_longest_first = scheduler_type == SchedulerType.LONGEST_FIRST
         self._requests: deque[Request] = deque()
         self.num_ended = 0
         """Sequences of the queue that were ended."""
@@ -55,14 +61,20 @@ class WaitingQueue:
         return self._requests[0] if self._requests else None
 
     def append(self, request: Request) -> None:
-        """Queue a new sequence where the policy says; sequences that ran before stay in front."""
-        passed = takewhile(
-            lambda waiting: (
-                waiting.admitted_time is None and self._policy.comes_before(request, waiting)
-            ),
-            reversed(self._requests),
-        )
-        self._requests.insert(len(self._requests) - len(list(passed)), request)
+        """Queue a new sequence; ties are stable, and sequences that ran before stay in front.
+
+        The longest expected first, so that it does not run alone after all others, is the LPT rule
+        (longest processing time first) of Graham, "Bounds on multiprocessing timing anomalies",
+        1969. A prompt without completions may be the longest. A group has one expected length.
+        """
+        num_passed, length = 0, request.expected_length
+        for waiting in reversed(self._requests) if self._is_longest_first else ():
+            other = waiting.expected_length
+            is_longer = other is not None and (length is None or length > other)
+            if waiting.admitted_time is not None or not is_longer:
+                break
+            num_passed += 1
+        self._requests.insert(len(self._requests) - num_passed, request)
 
     def appendleft(self, request: Request) -> None:
         self._requests.appendleft(request)
@@ -88,7 +100,7 @@ class Scheduler:
         limits: Limits,
         counters: EngineCounters,
         grow: Callable[[int], int],
-        policy: SchedulerPolicy,
+        scheduler_type: str = SchedulerType.FIFO,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Start empty, with no block.
@@ -96,10 +108,10 @@ class Scheduler:
         `grow` makes room for as many more blocks as it can, and returns the total. `before_release`
         is called with each sequence that is about to lose its blocks.
         """
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue(scheduler_type)
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
-        self._policy, self._counters, self._grow = policy, counters, grow
+        self._type, self._counters, self._grow = scheduler_type, counters, grow
         self._before_release = before_release
         self._start_empty(limits, policy_version=0)
 
@@ -118,7 +130,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all sequences, without touching them, and every block."""
-        self.waiting = WaitingQueue(self._policy)
+        self.waiting = WaitingQueue(self._type)
         self.prefilling, self.running = deque(), []
         self._start_empty(self.limits, self.blocks.policy_version)
 
@@ -128,7 +140,13 @@ class Scheduler:
 
     @property
     def is_prefill_next(self) -> bool:
-        return self._policy.is_prefill_next(self)
+        """Return whether a prefill is tried before a decode step; the other runs if it cannot."""
+        num_decodes = self.num_decodes_in_a_row
+        if self._type == SchedulerType.PREFILL_FIRST or num_decodes >= MAX_DECODES_IN_A_ROW:
+            return True
+        num_startable = min(len(self.waiting), self.num_admissible)
+        is_worthwhile = num_startable * RUNNING_PER_PROMPT >= len(self.running)
+        return num_decodes > 0 and (is_worthwhile or bool(self.prefilling))
 
     @property
     def has_work(self) -> bool:
@@ -160,11 +178,10 @@ class Scheduler:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
 
         Where a row continues, all rows together gather at most `MAX_GATHER_RATIO` times as many.
-        The first chunk of a prompt with images reaches to the end of the last image. Such prompts
-        run together where their `prefill_key` is the same, and alone where it is None.
+        The first chunk of a prompt with images runs alone, up to the last image's end at least.
         """
         chosen: list[Prefill] = []
-        image_key, has_history = None, False
+        has_history = False
         # Padded, each row takes as much as the longest.
         is_packed, num_new, num_keys = self.limits.is_packed, 0, 0
         combine = operator.add if is_packed else max
@@ -175,13 +192,8 @@ class Scheduler:
             num_image_tokens = prefill.leader.num_image_tokens - before
             if self.limits.can_resume_prompts:
                 remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
-            runs_alone = False
-            if (images := prefill.leader.images) is not None and num_image_tokens > 0:
-                key = images.prefill_key
-                runs_alone = key is None
-                if chosen and (runs_alone or image_key not in (None, key)):
-                    break
-                image_key = key
+            if chosen and num_image_tokens > 0:
+                break
             num_new, num_keys = combine(num_new, remaining), combine(num_keys, before + remaining)
             has_history |= before > 0
             num_rows = 1 if is_packed else len(chosen) + 1
@@ -191,7 +203,7 @@ class Scheduler:
                 break
             prefill.num_scheduled = remaining
             chosen.append(prefill)
-            if runs_alone:
+            if num_image_tokens > 0:
                 break
         return chosen
 

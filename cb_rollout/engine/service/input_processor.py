@@ -6,7 +6,6 @@ Owns validation, request ids, seeds and the grouping of equal prompts. Queues no
 import copy
 import hashlib
 import itertools
-import math
 import operator
 import os
 import re
@@ -14,7 +13,7 @@ import secrets
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -54,8 +53,6 @@ class ServingLimits:
     """Token ids that end a sequence by default."""
     placeholders: frozenset[int] = frozenset()
     """Token ids that stand for images, videos and sounds."""
-    never_sampled: frozenset[int] = frozenset()
-    """Those of them that no sequence samples unless its `logit_bias` names them."""
 
 
 class InputProcessor:
@@ -116,7 +113,6 @@ class InputProcessor:
             if key not in groups:
                 groups[key] = (next(self._group_numbers), prompt, images)
             group, shared_prompt, shared_images = groups[key]
-            wanted = self._without_known_bans(wanted)
             for member in members:
                 number, generated_id = self._next_number_and_id(request_id)
                 request = Request(
@@ -155,12 +151,6 @@ class InputProcessor:
             return prompt, images, self._max_new_tokens(prompt, params, index), None
         except InvalidRequestError as error:
             return prompt, None, 0, error
-
-    def _without_known_bans(self, params: SamplingParams) -> SamplingParams:
-        """Drop what forbids a token that is never sampled anyway: such rows need no change."""
-        bias, never = params.logit_bias or {}, self.limits.never_sampled
-        left = {t: value for t, value in bias.items() if value != -math.inf or t not in never}
-        return params if len(left) == len(bias) else replace(params, logit_bias=left or None)
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
         with self._lock:

@@ -11,27 +11,19 @@ default process group does.
 
 import enum
 import itertools
-import json
 import threading
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import distributed
 
 from cb_rollout.compat.torch import default_group_timeout
 from cb_rollout.engine.request import Request
 from cb_rollout.errors import RolloutError
-
-# Bytes of the first message of a command, which holds all of most commands.
-MESSAGE_BYTES = 512
-
-# Bytes of a message's length, at its start.
-_LENGTH_BYTES = 4
 
 _ENGINE_NUMBERS = itertools.count()
 
@@ -105,10 +97,7 @@ class EngineGroup:
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest value of all processes; collective."""
-        shared = torch.tensor([int(value)])
-        with self._awaiting("all processes to agree on the cache"):
-            distributed.all_reduce(shared, distributed.ReduceOp.MIN, self._agreements)
-        return int(shared)
+        return min(self.gather(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value, which is pickled, of every process by rank; collective."""
@@ -118,31 +107,16 @@ class EngineGroup:
         return values
 
     def send(self, command: LockstepCommand) -> None:
-        text = json.dumps(astuple(command)).encode()
-        size = max(MESSAGE_BYTES, _LENGTH_BYTES + len(text))
-        length = len(text).to_bytes(_LENGTH_BYTES, "little")
-        message = torch.frombuffer(bytearray((length + text).ljust(size, b"\0")), dtype=torch.uint8)
-        self._broadcast(message[:MESSAGE_BYTES])
-        if size > MESSAGE_BYTES:
-            self._broadcast(message[MESSAGE_BYTES:])
+        self._broadcast([command])
 
     def receive(self) -> LockstepCommand:
-        first = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-        self._broadcast(first)
-        length = int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
-        text = first[_LENGTH_BYTES:].numpy().tobytes()[:length]
-        if len(text) < length:
-            rest = torch.empty(length - len(text), dtype=torch.uint8)
-            self._broadcast(rest)
-            text += rest.numpy().tobytes()
-        kind, admitted, cancelled, tokens = json.loads(text)
-        return LockstepCommand(
-            CommandKind(kind), [tuple(pair) for pair in admitted], cancelled, tokens
-        )
+        return self._broadcast([None])
 
-    def _broadcast(self, message: torch.Tensor) -> None:
+    def _broadcast(self, command: list[Any]) -> Any:
+        """Set the list's only item to the leading process's, and return it."""
         with self._awaiting(f"the decisions of rank {self.ranks[0]}"):
-            distributed.broadcast(message, self.ranks[0], self._commands)
+            distributed.broadcast_object_list(command, self.ranks[0], self._commands)
+        return command[0]
 
     @contextmanager
     def _awaiting(self, awaited: str) -> Iterator[None]:

@@ -105,7 +105,6 @@ class ContinuousBatchingManager:
             max_cached_tokens=lambda: engine.max_sequence_tokens,
             model_eos=hf_compat.model_eos_token_ids(module),
             placeholders=multimodal.placeholder_token_ids(module),
-            never_sampled=frozenset(multimodal.never_sampled_token_ids(module)),
         )
         seed = self.config.seed
         if self.group is not None:

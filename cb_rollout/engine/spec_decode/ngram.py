@@ -1,4 +1,4 @@
-"""Propose draft tokens from n-grams of what a sequence, its group and earlier rollouts sampled.
+"""Propose draft tokens from n-grams of what a sequence and its group sampled.
 
 A draft's tokens run as further rows of the sequence's decode step, every row is sampled as usual,
 and the first sampled token that differs from the draft ends it. So a draft changes the number of
@@ -10,13 +10,7 @@ from itertools import takewhile
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-import numpy as np
-
-from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.scheduler.completion_history import PromptHistory
 
 # Rows of a step with drafts. Up to here a further row costs linear layers a small part of the
 # first one, as `scripts/bench.py roofline` prints.
@@ -57,33 +51,27 @@ _MASK = (1 << 64) - 1
 # Bits of a position; the sequence's number is above them.
 _POSITION_BITS = 32
 
-# From so many new tokens on numpy hashes them faster than Python does.
-_MANY = 32
 
-# After so many lookups in a row without a match a group pauses, for as many again.
-MISSES_BEFORE_PAUSE, LONGEST_PAUSE = 8, 256
+class GroupDrafts:
+    """The sequences of a group, the last position that followed each n-gram in them, and a rate."""
 
+    __slots__ = ("__weakref__", "_next", "_num_indexed", "_texts", "rate")
 
-class NgramIndex:
-    """Token sequences, and the last position that followed each n-gram in them."""
-
-    __slots__ = ("_next", "_texts", "_unfinished")
-
-    def __init__(self) -> None:
+    def __init__(self, rate: float = INITIAL_RATE) -> None:
+        self.rate = rate
+        """Probability that a drafted token is accepted after accepted ones."""
         self._texts: list[Sequence[int]] = []
-        self._unfinished: dict[int, int] = {}
+        self._num_indexed: list[int] = []
         self._next: dict[int, dict[int, int]] = {size: {} for size in NGRAM_SIZES}
 
-    def add(self, token_ids: Sequence[int], num_known: int, *, is_growing: bool = True) -> None:
-        """Add a sequence, indexed at the next lookup; a list that is growing, at each.
-
-        Its `num_known` leading tokens, such as a group's prompt, are indexed already.
-        """
-        self._unfinished[len(self._texts)] = num_known if is_growing else ~num_known
+    def add(self, token_ids: Sequence[int], num_known: int = 0) -> None:
+        """Add a sequence that may grow, whose `num_known` leading tokens are indexed already."""
         self._texts.append(token_ids)
+        self._num_indexed.append(num_known)
 
     def predict(self, token_ids: Sequence[int], count: int) -> list[int]:
         """Return up to `count` tokens that followed the last occurrence of the longest n-gram."""
+        self._update()
         tail = list(token_ids[-max(NGRAM_SIZES) :])
         predicted: list[int] = []
         # A match that ends at the newest token is a loop; the longest n-gram continues it.
@@ -95,27 +83,13 @@ class NgramIndex:
             predicted += text[start : start + wanted]
         return predicted
 
-    def update(self) -> None:
-        for number, num_indexed in list(self._unfinished.items()):
-            if num_indexed < 0:
-                self._index(number, ~num_indexed)
-                del self._unfinished[number]
-            else:
-                self._index(number, num_indexed)
-                self._unfinished[number] = len(self._texts[number])
-
-    def _index(self, number: int, num_indexed: int) -> None:
-        text = self._texts[number]
-        for size, following in self._next.items():
-            first = max(size, num_indexed)
-            if len(text) - first >= _MANY:
-                hashes = _hashes(np.array(text[first - size : -1], dtype=np.uint64), size)
-                base = number << _POSITION_BITS
-                following.update(zip(hashes, range(base + first, base + len(text)), strict=True))
-                continue
-            for position in range(first, len(text)):
-                ngram = _hash(text[position - size : position])
-                following[ngram] = number << _POSITION_BITS | position
+    def _update(self) -> None:
+        for number, text in enumerate(self._texts):
+            for size, following in self._next.items():
+                for position in range(max(size, self._num_indexed[number]), len(text)):
+                    ngram = _hash(text[position - size : position])
+                    following[ngram] = number << _POSITION_BITS | position
+            self._num_indexed[number] = len(text)
 
     def _lookup(self, tail: list[int]) -> tuple[Sequence[int], int] | None:
         for size in NGRAM_SIZES:
@@ -131,44 +105,6 @@ def _hash(tokens: Sequence[int]) -> int:
     for token in tokens:
         number = (number * _MULTIPLIER + token + 1) & _MASK
     return number
-
-
-def _hashes(tokens: np.ndarray, size: int) -> list[int]:
-    """Return `_hash` of each run of `size` tokens."""
-    count = len(tokens) - size + 1
-    numbers = np.zeros(count, dtype=np.uint64)
-    for offset in range(size):
-        numbers = numbers * np.uint64(_MULTIPLIER) + tokens[offset : offset + count] + np.uint64(1)
-    return numbers.tolist()
-
-
-class GroupDrafts:
-    """N-grams that a group's drafts are looked up in, and how often drafts were right."""
-
-    __slots__ = ("__weakref__", "_misses", "_pause", "index", "rate")
-
-    def __init__(self, history: PromptHistory | None, rate: float) -> None:
-        """Start with earlier completions of the prompt, and the rate of the run's latest drafts."""
-        self.index = NgramIndex()
-        for completion in history.completions if history is not None else ():
-            self.index.add(completion, 0, is_growing=False)
-        self.rate = rate
-        """Probability that a drafted token is accepted after accepted ones."""
-        self._misses = self._pause = 0
-
-    def predict(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """Return up to `count` tokens that followed the longest n-gram at the end."""
-        if self._pause:
-            self._pause -= 1
-            return []
-        self.index.update()
-        if tokens := self.index.predict(token_ids, count):
-            self._misses = 0
-            return tokens
-        self._misses += 1
-        if self._misses >= MISSES_BEFORE_PAUSE:
-            self._pause = min(self._misses, LONGEST_PAUSE)
-        return []
 
 
 class NgramProposer:
@@ -194,10 +130,10 @@ class NgramProposer:
                 continue
             group = self._groups.get(request.group) if request.group is not None else None
             num_known = len(request.prompt_ids) if group else 0
-            request.drafts = group = group or GroupDrafts(request.history, self.rate)
+            request.drafts = group = group or GroupDrafts(self.rate)
             if request.group is not None:
                 self._groups[request.group] = group
-            group.index.add(request.token_ids, num_known)
+            group.add(request.token_ids, num_known)
 
     def propose(self, running: Sequence[Request]) -> list[list[int]]:
         """Return a draft for each sequence of the coming step; empty: no draft is worth its time.
@@ -215,21 +151,15 @@ class NgramProposer:
             return []
         # A further row is worth its time if it gives as many tokens as the step's time gives.
         worth = len(running) / (self.cost.step + len(running))
-        weights = _weights(running)
         num_spare, gain = MAX_DRAFT_ROWS - len(running), -worth * self.cost.drafted
-        drafts: list[list[int]] = [[] for _ in running]
-        # The longest first: the rollout ends with them.
-        for index in sorted(range(len(running)), key=weights.__getitem__, reverse=True):
-            if num_spare <= 0:
-                break
-            longest = min(self._max_tokens, num_spare)
-            request = running[index]
-            draft = drafts[index] = self._draft(request, longest, worth / weights[index])
+        drafts: list[list[int]] = []
+        for request in running:
+            draft = self._draft(request, min(self._max_tokens, num_spare), worth)
+            drafts.append(draft)
             if draft and request.drafts is not None:
                 self._proposed.append((request, request.num_tokens, draft))
                 rate, num_spare = request.drafts.rate, num_spare - len(draft)
-                chances = (rate**count for count in range(1, len(draft) + 1))
-                gain += sum(weights[index] * chance - worth for chance in chances)
+                gain += sum(rate**count - worth for count in range(1, len(draft) + 1))
         return drafts if gain > 0 else []
 
     def reject(self) -> None:
@@ -268,23 +198,3 @@ class NgramProposer:
         share = num_right / min(num_drafted, num_right + 1)
         for holder in filter(None, (self, request.drafts)):
             holder.rate += LEARNING_RATE * (share - holder.rate)
-
-
-def _weights(running: Sequence[Request]) -> list[float]:
-    """Return the tokens that each sequence is expected to lack, as a share of the longest's.
-
-    1 for a prompt without earlier completions.
-    """
-    # A sequence longer than expected goes on for long: lengths have a long tail.
-    lacking = [
-        r.expected_length and max(r.expected_length - r.num_generated, 0.5 * r.num_generated, 1.0)
-        for r in running
-    ]
-    longest = max(filter(None, lacking), default=1.0)
-    return [1.0 if tokens is None else tokens / longest for tokens in lacking]
-
-
-def can_draft(runner: ModelRunner, layout: CacheLayout, config: RolloutConfig) -> bool:
-    """Return whether drafts are on, and a forward can take several rows of a sequence."""
-    takes_rows = runner.batch_layout.takes_any_lengths and not layout.is_recurrent
-    return takes_rows and config.num_speculative_tokens != 0

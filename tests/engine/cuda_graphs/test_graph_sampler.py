@@ -98,8 +98,6 @@ def reference(requests, logits_BV, sampling):
         logits_1V = logits_BV[row : row + 1].float()
         batch = create_sampling_batch([request], torch.device("cpu"), never)
         index_1 = torch.tensor([request.num_generated])
-        # The path of torch's operators.
-        object.__setattr__(batch, "plain_temperatures_B", None)
         yield sample(logits_1V, batch, index_1, sampling.mode)
 
 

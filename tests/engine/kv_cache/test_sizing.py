@@ -22,7 +22,6 @@ from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, workspac
 from cb_rollout.engine.memory.plan import GIB, MemoryModel, TrainingBytes, create_memory_plan
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Limits, Prefill
-from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.metrics.registry import EngineCounters
 
@@ -64,7 +63,7 @@ def gathered_bytes(num_tokens):
 def scheduled(rows, is_packed):
     """The first prefill of rows of cached and new tokens: how many rows, and tokens gathered."""
     limits = Limits(32, MAX_BATCH_TOKENS, 256, True, True, is_packed=is_packed)
-    scheduler = Scheduler(limits, EngineCounters(), lambda _: 0, create_policy("fifo"))
+    scheduler = Scheduler(limits, EngineCounters(), lambda _: 0)
     for num_cached, num_new in rows:
         request = request_of([0] * (num_cached + num_new))
         request.num_computed = num_cached

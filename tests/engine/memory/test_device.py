@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.system import SystemMemory
+from cb_rollout.engine.memory.system import DeviceMemory
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,7 +33,7 @@ def test_processes_on_one_machine_share_its_memory(launched, monkeypatch):
 
     def system_memory(num_sharers):
         asked.append(num_sharers)
-        return SystemMemory(100, 80)
+        return DeviceMemory(100, 20)
 
     monkeypatch.setattr(devices, "system_memory", system_memory)
     assert devices.memory(CPU) == (100, 20)

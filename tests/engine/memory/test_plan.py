@@ -96,7 +96,7 @@ def test_the_parts_never_exceed_the_whole(settings):
 def test_the_share_is_respected_to_one_block(settings):
     plan = plan_of(**settings)
     copied = plan.encoder_cache_bytes + plan.packed_weight_bytes
-    rest = max(0, plan.free_bytes - plan.training_reserve_bytes - copied)
+    rest = max(0, plan.free_bytes - plan.training.reserve - copied)
     assert plan.budget_bytes == int(plan.max_memory_percent * rest)
     assert plan.kv_bytes + plan.state_bytes <= plan.budget_bytes
     if not plan.bytes_per_block:

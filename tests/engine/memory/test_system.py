@@ -1,4 +1,3 @@
-import math
 import resource
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import pytest
 
 from cb_rollout.engine.memory import system as system_limits
 from cb_rollout.engine.memory.plan import GIB
-from cb_rollout.engine.memory.system import SystemMemory, container_memory, system_memory
+from cb_rollout.engine.memory.system import NO_LIMIT, DeviceMemory, container_memory, system_memory
 
 
 def container(tmp_path, membership, **files):
@@ -30,8 +29,7 @@ def test_a_containers_memory_is_its_tightest_limit(tmp_path):
         pod__box__memory_dot_max=4 * GIB,
         pod__box__memory_dot_current=GIB,
     )
-    assert found == (4 * GIB, GIB)
-    assert found.left_bytes == 3 * GIB
+    assert found == (4 * GIB, 3 * GIB)
 
 
 def test_control_groups_of_version_1_are_read(tmp_path):
@@ -43,7 +41,7 @@ def test_control_groups_of_version_1_are_read(tmp_path):
         memory__box__memory_dot_limit_in_bytes=2 * GIB,
         memory__box__memory_dot_usage_in_bytes=3 * GIB,
     )
-    assert found.left_bytes == 0
+    assert found.free_bytes == 0
 
 
 def test_the_file_cache_counts_as_free(tmp_path):
@@ -54,7 +52,7 @@ def test_the_file_cache_counts_as_free(tmp_path):
         box__memory_dot_current=3 * GIB,
         box__memory_dot_stat=f"anon {GIB}\ninactive_file {2 * GIB}\nactive_file 5",
     )
-    assert found == (4 * GIB, GIB)
+    assert found == (4 * GIB, 3 * GIB)
     found = container(
         tmp_path,
         "4:memory:/box\n",
@@ -62,45 +60,39 @@ def test_the_file_cache_counts_as_free(tmp_path):
         memory__box__memory_dot_usage_in_bytes=2 * GIB,
         memory__box__memory_dot_stat=f"inactive_file 1\ntotal_inactive_file {GIB}",
     )
-    assert found.left_bytes == GIB
+    assert found.free_bytes == GIB
 
 
 @pytest.mark.parametrize("limit", ["max", "9223372036854771712", "garbage"])
 def test_no_limit_is_infinite(tmp_path, limit):
     found = container(tmp_path, "0::/\n", memory_dot_max=limit, memory_dot_current=5)
-    assert found.left_bytes == math.inf
-    assert container_memory(tmp_path, tmp_path / "missing").left_bytes == math.inf
-
-
-UNLIMITED = SystemMemory(math.inf, 0)
+    assert found == container_memory(tmp_path, tmp_path / "missing") == NO_LIMIT
 
 
 def given_memory(monkeypatch, *, total, available, container=None, limits=()):
     system = SimpleNamespace(total=total, available=available)
     monkeypatch.setattr(system_limits.psutil, "virtual_memory", lambda: system)
-    monkeypatch.setattr(
-        system_limits, "container_memory", lambda: container or SystemMemory(math.inf, 0)
-    )
+    monkeypatch.setattr(system_limits, "container_memory", lambda: container or NO_LIMIT)
     monkeypatch.setattr(system_limits, "process_limits", lambda: iter(limits))
 
 
 def test_the_tightest_limit_counts(monkeypatch):
     given_memory(monkeypatch, total=100, available=60)
-    assert system_memory() == (100, 40)
-    given_memory(monkeypatch, total=100, available=60, container=SystemMemory(50, 10))
-    assert system_memory() == (50, 10)
-    limits = [SystemMemory(90, 10), SystemMemory(45, 15)]
+    assert system_memory() == (100, 60)
+    given_memory(monkeypatch, total=100, available=60, container=DeviceMemory(50, 40))
+    assert system_memory() == (50, 40)
+    limits = [DeviceMemory(90, 80), DeviceMemory(45, 30)]
     given_memory(
-        monkeypatch, total=100, available=60, container=SystemMemory(50, 10), limits=limits
+        monkeypatch, total=100, available=60, container=DeviceMemory(50, 40), limits=limits
     )
-    assert system_memory() == (45, 15)
+    assert system_memory() == (45, 30)
 
 
 def test_processes_share_system_memory_and_not_their_own_limits(monkeypatch):
-    given_memory(monkeypatch, total=100, available=60, limits=[SystemMemory(90, 65)])
-    assert system_memory(num_sharers=1).left_bytes == 25
-    assert system_memory(num_sharers=2).left_bytes == 25
-    assert system_memory(num_sharers=4) == (100, 85)
+    given_memory(monkeypatch, total=100, available=60, limits=[DeviceMemory(90, 25)])
+    assert system_memory(num_sharers=1).free_bytes == 25
+    assert system_memory(num_sharers=2).free_bytes == 25
+    assert system_memory(num_sharers=4) == (100, 15)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux holds a process to these limits")
@@ -112,10 +104,10 @@ from cb_rollout.engine.memory.system import system_memory
 before = system_memory()
 resource.setrlimit(resource.{kind}, (1 << 30, 1 << 30))
 memory = system_memory()
-assert memory.limit_bytes == 1 << 30, memory
-assert 1 << 29 < memory.left_bytes < 1 << 30, memory
+assert memory.total_bytes == 1 << 30, memory
+assert 1 << 29 < memory.free_bytes < 1 << 30, memory
 held = bytearray(1 << 28)
-assert memory.left_bytes - system_memory().left_bytes > 0.9 * (1 << 28)
+assert memory.free_bytes - system_memory().free_bytes > 0.9 * (1 << 28)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert resource.getrlimit(getattr(resource, kind))[0] != 1 << 30, "this process is untouched"
@@ -135,4 +127,4 @@ def test_memory_is_as_last_measured_while_no_file_can_be_opened():
                 system_memory(8)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert system_memory(8).limit_bytes > 0
+    assert system_memory(8).total_bytes > 0

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
@@ -19,7 +19,6 @@ from trl.trainer.utils import selective_log_softmax
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling.cpu import can_sample
 from cb_rollout.engine.sampling.draw import (
     chosen_logprobs,
     create_sampling_batch,
@@ -458,45 +457,6 @@ def test_no_global_generator_is_touched():
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    seeds=st.lists(SEEDS, min_size=1, max_size=9),
-    vocab_size=st.sampled_from([1, 7, 256, 257, 1000, 5003]),
-    draws=st.integers(0, 10_000),
-    data=st.data(),
-)
-def test_the_kernel_draws_what_torch_draws(seeds, vocab_size, draws, data):
-    if not can_sample(torch.zeros(1)):
-        pytest.skip("no C++ compiler")
-    temperatures = data.draw(
-        st.lists(st.sampled_from([0.0, 0.3, 1.0, 2.5]), min_size=len(seeds), max_size=len(seeds))
-    )
-    logits_BV = random_logits(draws, len(seeds), vocab_size)
-    spoiled = data.draw(st.sampled_from(["nothing", "some", "all", "nan", "inf"]))
-    if spoiled == "some":
-        logits_BV[:, 1::2] = -torch.inf
-    elif spoiled != "nothing":
-        place = slice(None) if spoiled == "all" else -1
-        logits_BV[0, place] = {"all": -torch.inf, "nan": torch.nan, "inf": torch.inf}[spoiled]
-    if data.draw(st.booleans()):
-        logits_BV = logits_BV.t().contiguous().t()
-    never_sampled = data.draw(st.sets(st.integers(0, vocab_size - 1), max_size=3))
-    mode = data.draw(st.sampled_from([POLICY, PROCESSED]))
-    many = [SamplingParams(temperature=t) for t in temperatures]
-    batch = batch_of(many, seeds, sorted(never_sampled))
-    assert batch.plain_temperatures_B is not None
-    indices_B, before_BV = torch.arange(len(seeds)), logits_BV.clone()
-    by_torch = sample(logits_BV, replace(batch, plain_temperatures_B=None), indices_B, mode)
-    found = sample(logits_BV, batch, indices_B, mode)
-    torch.testing.assert_close(logits_BV, before_BV, atol=0, rtol=0, equal_nan=True)
-    assert torch.equal(found.is_valid_B, by_torch.is_valid_B)
-    is_valid_B = found.is_valid_B
-    assert torch.equal(found.token_ids_B[is_valid_B], by_torch.token_ids_B[is_valid_B])
-    torch.testing.assert_close(
-        found.logprobs_B[is_valid_B], by_torch.logprobs_B[is_valid_B], atol=1e-5, rtol=1e-6
-    )
 
 
 @given(

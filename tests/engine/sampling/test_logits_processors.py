@@ -218,25 +218,13 @@ def test_rows_may_join_leave_and_come_back_between_steps():
     processing, present = None, None
     for step, wanted in enumerate(memberships * 3):
         if wanted is not present:
-            processing = LogitsProcessing(wanted, VOCAB_SIZE, CPU, processing)
+            processing = LogitsProcessing(wanted, VOCAB_SIZE, CPU)
             present = wanted
         logits_BV = random_logits(step, len(wanted))
         kept_BV = processed(wanted, logits_BV, processing)
         assert torch.equal(kept_BV, processed(wanted, logits_BV))
         for request in wanted[::2]:
             sample(request, 2 + step % (VOCAB_SIZE - 2))
-
-
-def test_history_grows_past_its_spare_places():
-    params = SamplingParams(repetition_penalty=1.5)
-    request = Request("r", [2], params, 2000, frozenset(), seed=0)
-    processing = LogitsProcessing([request], VOCAB_SIZE, CPU)
-    logits_1V = random_logits(0, 1)
-    for step in range(600):
-        kept_1V = processed([request], logits_1V, processing)
-        sample(request, 3 if step < 599 else 4)
-    assert torch.equal(kept_1V, reference(request, logits_1V)) is False
-    assert torch.equal(processed([request], logits_1V, processing), reference(request, logits_1V))
 
 
 def test_a_stop_token_that_has_no_logit_is_passed_over():

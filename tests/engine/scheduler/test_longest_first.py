@@ -9,7 +9,6 @@ from fake_model import request_of
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.scheduler.policy import create_policy
 from cb_rollout.engine.scheduler.scheduler import WaitingQueue
 
 RECORDED = Path(__file__).with_name("long_tailed_lengths.json")
@@ -52,7 +51,7 @@ def test_longest_first_ends_a_recorded_rollout_sooner_than_fifo(rollouts):
 
 def modelled_steps(scheduler_type, rollout):
     """Steps of a rollout in which a row takes the next of the queue as soon as it is free."""
-    queue = WaitingQueue(create_policy(scheduler_type))
+    queue = WaitingQueue(scheduler_type)
     for earlier, lengths in zip(rollout["earlier"], rollout["lengths"], strict=True):
         for length in lengths:
             request = request_of([1], max_new_tokens=length)
@@ -70,7 +69,7 @@ def test_longest_first_ends_eight_recorded_rollouts_sooner_than_fifo(rollouts):
 
 
 def test_a_prompt_without_completions_comes_first_and_groups_stay_together():
-    queue = WaitingQueue(create_policy("longest_first"))
+    queue = WaitingQueue("longest_first")
     for name, expected_length in [("b", 5.0), ("new", None), ("a", 9.0), ("b", 5.0), ("a", 9.0)]:
         request = request_of([1], name=name)
         request.expected_length = expected_length

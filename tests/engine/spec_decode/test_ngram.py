@@ -6,15 +6,12 @@ from hypothesis import strategies as st
 
 from cb_rollout import FinishReason, RequestStatus, SamplingParams
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.spec_decode.ngram import (
     INITIAL_RATE,
     MAX_DRAFT_ROWS,
     MAX_DRAFT_TOKENS,
-    MIN_RATE,
-    MISSES_BEFORE_PAUSE,
     NGRAM_SIZES,
-    NgramIndex,
+    GroupDrafts,
     NgramProposer,
     StepCost,
 )
@@ -39,7 +36,6 @@ def request(prompt_ids, said=(), group=None, max_new_tokens=100, **settings):
 
 def predicted(ngram_index, token_ids, count):
     """What follows the longest n-gram at the end of a text."""
-    ngram_index.update()
     return ngram_index.predict(token_ids, count)
 
 
@@ -49,8 +45,8 @@ def trust(*requests):
 
 
 def test_the_tokens_after_the_longest_matching_ngram_are_predicted():
-    ngram_index = NgramIndex()
-    ngram_index.add([1, 2, 3, 4, 5, 9, 3, 4, 6, 7], 0)
+    ngram_index = GroupDrafts()
+    ngram_index.add([1, 2, 3, 4, 5, 9, 3, 4, 6, 7])
     assert predicted(ngram_index, [8, 3, 4], 3) == [6, 7]
     assert predicted(ngram_index, [2, 3, 4], 3) == [5, 9, 3]
     assert predicted(ngram_index, [4, 3], 3) == []
@@ -65,8 +61,8 @@ def test_a_draft_ends_before_a_token_that_is_never_sampled():
 
 
 def test_the_latest_occurrence_of_an_ngram_counts():
-    ngram_index, text = NgramIndex(), [1, 2, 3]
-    ngram_index.add(text, 0)
+    ngram_index, text = GroupDrafts(), [1, 2, 3]
+    ngram_index.add(text)
     assert predicted(ngram_index, [1, 2], 2) == [3]
     text += [1, 2, 7]
     assert predicted(ngram_index, [1, 2], 2) == [7]
@@ -77,9 +73,9 @@ texts_of_few_tokens = st.lists(st.lists(st.integers(0, 3), max_size=12), min_siz
 
 @given(texts_of_few_tokens, st.integers(1, 5))
 def test_every_predicted_token_followed_the_same_ngram_before(texts, count):
-    ngram_index, size = NgramIndex(), min(NGRAM_SIZES)
+    ngram_index, size = GroupDrafts(), min(NGRAM_SIZES)
     for text in texts:
-        ngram_index.add(text, 0)
+        ngram_index.add(text)
     said = {tuple(text[end - size : end + 1]) for text in texts for end in range(size, len(text))}
     for text in texts:
         expected = predicted(ngram_index, text, count)
@@ -92,8 +88,8 @@ def test_every_predicted_token_followed_the_same_ngram_before(texts, count):
 
 
 def test_a_loop_is_predicted_to_go_on():
-    ngram_index = NgramIndex()
-    ngram_index.add([1, 2, 3] * 4, 0)
+    ngram_index = GroupDrafts()
+    ngram_index.add([1, 2, 3] * 4)
     assert predicted(ngram_index, [1, 2, 3] * 4, 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
@@ -188,80 +184,15 @@ def test_drafts_together_are_worth_the_time_that_they_add_to_a_step():
         assert bool(proposer.propose(running)) is is_worth
 
 
-def with_history(prompt, *completions, said=(), **settings):
-    """A request whose prompt had these completions before."""
-    made, history = request(prompt, said, **settings), CompletionHistory()
-    made.history = history.of(prompt)
-    for completion in completions:
-        history.add(made.history, completion)
-    made.expected_length = made.history.expected_length()
-    return made
-
-
-def test_a_draft_comes_from_an_earlier_completion_of_the_same_prompt():
-    proposer = NgramProposer(7)
-    known, new = (with_history([1, 2, 3], *c, said=[4, 5]) for c in ([[4, 5, 6, 7, 0]], []))
-    proposer.track([known, new])
-    assert proposer.propose([known, new]) == [[6, 7, 0], []]
-
-
-def test_what_the_group_sampled_comes_before_an_earlier_completion():
-    proposer = NgramProposer(2)
-    known = with_history([2], [4, 5, 8, 8], said=[4, 5, 6, 7, 4, 5])
-    proposer.track([known])
-    assert proposer.propose([known]) == [[6, 7]]
-
-
 def test_later_groups_begin_with_the_runs_acceptance_rate():
     proposer = NgramProposer(4)
-    first = with_history([1, 2, 3], [4, 5, 6], said=[4, 5])
+    first = request([1, 2, 3], said=[4, 5])
     proposer.track([first])
     proposer.record(first, 2, 0)
     assert proposer.rate == first.drafts.rate == 0.75 * INITIAL_RATE
     proposer.record(first, 2, 2)
     assert proposer.rate == 0.75 * 0.75 * INITIAL_RATE + 0.25
-    second = with_history([1, 2, 4])
+    second = request([1, 2, 4])
     second.append(5, 0.0, 0)
     proposer.track([second])
     assert second.drafts.rate == proposer.rate
-
-
-def test_long_sequences_are_drafted_first_and_those_about_to_end_not_at_all():
-    proposer, loop = NgramProposer(7), [1, 2, 3] * 4
-    ending = with_history(loop, [1] * 2)
-    long = with_history(loop, [1] * 90)
-    proposer.track([ending, long])
-    trust(ending, long)
-    ending.drafts.rate = 0.9
-    assert [len(draft) for draft in proposer.propose([ending, long])] == [0, 7]
-
-
-def test_a_group_without_matches_is_looked_up_less_and_less(monkeypatch):
-    proposer, plain = NgramProposer(7), request(range(20))
-    proposer.track([plain])
-    num_lookups, update = 0, NgramIndex.update
-
-    def counted(self):
-        nonlocal num_lookups
-        num_lookups += self is plain.drafts.index
-        update(self)
-
-    monkeypatch.setattr(NgramIndex, "update", counted)
-    for token in range(1000):
-        plain.append(100 + token, 0.0, 0)
-        plain.max_new_tokens = 2000
-        assert proposer.propose([plain]) == []
-    assert MISSES_BEFORE_PAUSE < num_lookups < 100
-    assert plain.drafts.rate > MIN_RATE
-
-
-@given(st.lists(st.integers(0, 3), min_size=40, max_size=80))
-def test_a_long_text_is_indexed_as_a_growing_one(text):
-    whole, growing, said = NgramIndex(), NgramIndex(), []
-    whole.add(text, 0, is_growing=False)
-    growing.add(said, 0)
-    whole.update()
-    for token in text:
-        said.append(token)
-        growing.update()
-    assert growing._next == whole._next

@@ -25,27 +25,6 @@ inline Vector vector_at(const STORED* from, int64_t index) {
     return block < SIZE / BLOCK ? part_at(from, part) : part_of_first(from, SIZE % BLOCK, part);
 }
 
-// Return the largest of some scores and of `largest`. Scores are padded to whole vectors.
-inline REAL largest_of(const REAL* scores, int64_t count, REAL largest) {
-    Vector most = Vector{} + largest;
-    for (int64_t t = 0; t < count; t += LANES) {
-        const Vector some = lanes_at(scores + t);
-        most = some > most ? some : most;
-    }
-    return largest_of(most);
-}
-
-// Replace scores by their exponentials; return the sum.
-inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
-    Vector total = {};
-    for (int64_t t = 0; t < count; t += LANES) {
-        const Vector weights = exponential(lanes_at(scores + t) - most);
-        std::memcpy(scores + t, &weights, sizeof(weights));
-        total += weights;
-    }
-    return sum_of(total);
-}
-
 // Queries, keys or values of the new tokens, with strides in numbers.
 struct States {
     const STORED* first;

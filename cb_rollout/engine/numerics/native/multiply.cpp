@@ -92,18 +92,10 @@ inline void multiply_outputs(const Product& product, int64_t output, int64_t fir
 
 // Return the parts of each row's blocks, the last block padded with zeros.
 std::vector<REAL> parts_of(const STORED* rows, int64_t num_rows, int64_t num_inputs) {
-    std::vector<REAL> parts(num_rows * blocks_of(num_inputs) * BLOCK);
-    REAL* to = parts.data();
+    const int64_t row_size = blocks_of(num_inputs) * BLOCK;
+    std::vector<REAL> parts(num_rows * row_size);
     for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t i = 0; i < num_inputs; i += BLOCK) {
-            const STORED* from = rows + row * num_inputs + i;
-            const int64_t left = num_inputs - i;
-            for (int64_t part = 0; part < PARTS; part++, to += LANES) {
-                const Vector some =
-                    left < BLOCK ? part_of_first(from, left, part) : part_at(from, part);
-                std::memcpy(to, &some, sizeof(some));
-            }
-        }
+        widen(rows + row * num_inputs, num_inputs, parts.data() + row * row_size);
     return parts;
 }
 

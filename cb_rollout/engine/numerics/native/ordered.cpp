@@ -59,16 +59,6 @@ inline REAL dot(const REAL* query, const STORED* key, int64_t size) {
     return sum_of(sums);
 }
 
-// Write the parts of some numbers, the last block padded with zeros.
-inline void widen(const STORED* from, int64_t count, REAL* to) {
-    for (int64_t i = 0; i < count; i += BLOCK)
-        for (int64_t part = 0; part < PARTS; part++, to += LANES) {
-            const Vector some = count - i < BLOCK ? part_of_first(from + i, count - i, part)
-                                                  : part_at(from + i, part);
-            std::memcpy(to, &some, sizeof(some));
-        }
-}
-
 // Add weighted values to VECTORS sums of each of COUNT queries, key after key.
 template <int64_t COUNT, int64_t PARTS_AT_ONCE>
 inline void add_values(
@@ -124,20 +114,12 @@ void attend_queries(
     for (int64_t q = 0; q < COUNT; q++) {
         REAL* own = scores.data() + q * padded;
         for (int64_t t = count; t < padded; t++) own[t] = -INFINITE;
-        Vector largest = Vector{} - INFINITE;
-        for (int64_t t = 0; t < padded; t += LANES) {
-            const Vector some = lanes_at(own + t);
-            largest = some > largest ? some : largest;
-        }
-        REAL most = largest_of(largest);
+        REAL most = largest_of(own, padded, -INFINITE);
         const REAL sink = settings.sinks ? real(settings.sinks[queries[q].head]) : -INFINITE;
         most = sink > most ? sink : most;
         // A query that sees nothing has the output zero.
         if (most == -INFINITE) most = 0;
-        for (int64_t t = 0; t < padded; t += LANES) {
-            const Vector some = exponential(lanes_at(own + t) - most);
-            std::memcpy(own + t, &some, sizeof(some));
-        }
+        exponentials(own, padded, most);
         shares[q] = settings.sinks ? std::exp(sink - most) : 0;
     }
     for (int64_t t = 0; t < count; t++)

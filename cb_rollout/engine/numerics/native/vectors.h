@@ -166,4 +166,35 @@ inline Vector exponential(const Vector& numbers) {
     return numbers < least ? Vector{} : found;
 }
 
+// Return the largest of some scores and of `largest`. Scores are padded to whole vectors.
+inline REAL largest_of(const REAL* scores, int64_t count, REAL largest) {
+    Vector most = Vector{} + largest;
+    for (int64_t t = 0; t < count; t += LANES) {
+        const Vector some = lanes_at(scores + t);
+        most = some > most ? some : most;
+    }
+    return largest_of(most);
+}
+
+// Replace scores by their exponentials; return the sum.
+inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
+    Vector total = {};
+    for (int64_t t = 0; t < count; t += LANES) {
+        const Vector weights = exponential(lanes_at(scores + t) - most);
+        std::memcpy(scores + t, &weights, sizeof(weights));
+        total += weights;
+    }
+    return sum_of(total);
+}
+
+// Write the parts of some numbers, the last block padded with zeros.
+inline void widen(const STORED* from, int64_t count, REAL* to) {
+    for (int64_t i = 0; i < count; i += BLOCK)
+        for (int64_t part = 0; part < PARTS; part++, to += LANES) {
+            const Vector some = count - i < BLOCK ? part_of_first(from + i, count - i, part)
+                                                  : part_at(from + i, part);
+            std::memcpy(to, &some, sizeof(some));
+        }
+}
+
 }  // namespace
