@@ -1,10 +1,10 @@
 """Comparison of two runs: a table of key figures, and a chart of two curves for each metric.
 
-A metric that neither run has is left out; a metric of a single run is drawn with a single curve.
+A panel that neither run has is left out; one of a single run is drawn with a single curve.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -19,52 +19,11 @@ from cb_rollout.metrics.run_records import (
     list_runs,
     read_metrics,
 )
-from cb_rollout.tools.report.figures import (
-    DRIFT_FLOOR,
-    DRIFT_KEYS,
-    ROUTES,
-    SHARE,
-    THROUGHPUT,
-    length_spans,
-    reward_spans,
-    steps_figure,
-    tips_at,
-)
+from cb_rollout.tools.report.figures import STYLES, figures_html
 from cb_rollout.tools.report.page import html_page, key_figures, run_name, unusable
-from cb_rollout.tools.report.series import series, smoothed
-from cb_rollout.tools.report.svg import Band, Curve, compact, log_axis, percent, scientific
 from cb_rollout.tools.report.tokens import visible_html
 
 COMPARISON_FILE = "comparison.html"
-
-STYLES = ("a", "b")
-
-# Scalar, title, note, and format of a value.
-OVERLAYS: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("reward", "Reward", "mean of each step, smoothed; band: one standard deviation", compact),
-    ("eval_reward", "Evaluation reward", "mean of each evaluation", compact),
-    ("rollout/tokens_per_second", *THROUGHPUT[:2], compact),
-    ("rollout/step_share", *SHARE[:2], percent),
-    (
-        "completions/mean_length",
-        "Completion length",
-        "mean of each step, tokens; band: 10th to 90th percentile",
-        compact,
-    ),
-    ("entropy", "Entropy", "in the loss, nats a token", compact),
-    (
-        "frac_reward_zero_std",
-        "Groups without a difference",
-        "share of groups whose rewards are all equal",
-        percent,
-    ),
-    ("rollout/staleness_mean", "Staleness", "mean of each step's tokens, versions", compact),
-    ("rollout/router_disagreement", *ROUTES[:2], percent),
-    *((key, "Log-probability drift", f"{key}, nats", scientific) for key in DRIFT_KEYS),
-)
-
-# The spread that belongs to a scalar.
-SPANS = {"reward": reward_spans, "completions/mean_length": length_spans}
 
 
 def write_comparison(
@@ -126,7 +85,6 @@ def _page(
         f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
         for style, name in zip(STYLES, names, strict=True)
     )
-    charts = "\n".join(filter(None, (_overlay(names, metrics, *overlay) for overlay in OVERLAYS)))
     sources = f"cb_rollout {__version__}, from {len(metrics[0]):,} and {len(metrics[1]):,} records."
     return html_page(
         " and ".join(names),
@@ -136,44 +94,7 @@ def _page(
 <table class="runs"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>
 </header>
 <section class="charts">
-{charts}
+{figures_html(dict(zip(names, metrics, strict=True)))}
 </section>
 <footer>{escape(sources)}</footer>""",
-    )
-
-
-def _overlay(
-    names: Sequence[str],
-    runs: Sequence[Sequence[StepMetrics]],
-    key: str,
-    title: str,
-    note: str,
-    label: Callable[[float], str],
-) -> str:
-    mode = "eval" if key.startswith("eval_") else "train"
-    smooth = smoothed if key == "reward" else list
-    drawn = [
-        (style, name, smooth(points))
-        for style, name, metrics in zip(STYLES, names, runs, strict=True)
-        if (points := series(metrics, key, mode))
-    ]
-    if not drawn:
-        return ""
-    bands = [
-        Band(spans, style)
-        for style, metrics in zip(STYLES, runs, strict=True)
-        if key in SPANS and (spans := SPANS[key](metrics))
-    ]
-    y = None
-    if key in DRIFT_KEYS:
-        y = log_axis([value for *_, points in drawn for _, value in points], floor=DRIFT_FLOOR)
-    return steps_figure(
-        title,
-        note,
-        [Curve(points, style) for style, _, points in drawn],
-        spoken=f"{title} of {len(drawn)} runs",
-        tips=tips_at(drawn[0][2], label),
-        bands=bands,
-        keys=[(style, name) for style, name, _ in drawn],
-        y=y,
     )

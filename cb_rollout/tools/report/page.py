@@ -34,7 +34,6 @@ from cb_rollout.metrics.run_records import (
 from cb_rollout.tools.report.figures import DRIFT_KEYS, figures_html
 from cb_rollout.tools.report.series import (
     RecordedStep,
-    quantiles,
     recorded_steps,
     series,
     smoothed,
@@ -87,7 +86,7 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     steps = recorded_steps(iterate_rollouts(run_dir, run))
     rollouts = _sequences_shown(run_dir, run)
     name = run_name(run_dir)
-    figures = figures_html(metrics, steps)
+    figures = figures_html({name: metrics})
     charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
     numbers = "".join(
         f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
@@ -236,7 +235,7 @@ def pages_table(steps: Mapping[int, RecordedStep]) -> str:
 
 
 def _steps_row(step: int, found: RecordedStep) -> str:
-    reward = compact(quantiles(found.rewards).middle) if found.rewards else "&ndash;"
+    reward = compact(median(found.rewards)) if found.rewards else "&ndash;"
     link = f'<a href="{PAGES_DIR}/{page_file(step)}">{step:,}</a>'
     return (
         f"<tr><td>{link}</td><td>{found.num_sequences:,}</td><td>{found.num_tokens:,}</td>"
