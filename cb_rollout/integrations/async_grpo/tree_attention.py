@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.async_grpo.conversations import async_grpo_trainer
+from cb_rollout.integrations.async_grpo.upstream import async_grpo_trainer
 
 # The name under which trl 1.16 registers its own; the trainer's model is made with it.
 TREE_ATTENTION = "tree_fa3"
