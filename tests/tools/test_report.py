@@ -12,9 +12,8 @@ from report_page import FORBIDDEN, Page, a_sequence
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
-from cb_rollout.tools.report.figures import DRIFT_KEYS
+from cb_rollout.tools.report.figures import DRIFT_KEYS, series, smoothed
 from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
-from cb_rollout.tools.report.series import series, smoothed
 from cb_rollout.tools.report.svg import compact, linear_axis, log_axis
 from cb_rollout.tools.report.tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
 

@@ -11,14 +11,15 @@ from report_page import FORBIDDEN, Page, a_sequence
 
 from cb_rollout.metrics.run_records import RunRecorder, StepMetrics, read_metrics
 from cb_rollout.tools.report import write_comparison, write_report
+from cb_rollout.tools.report.figures import group_share, length_spread
 from cb_rollout.tools.report.page import (
     MAX_SEQUENCES_PER_PAGE,
     MAX_STEPS_WITH_PAGES,
     MAX_TOKENS_ON_PAGES,
     PAGES_DIR,
+    RecordedStep,
     steps_with_pages,
 )
-from cb_rollout.tools.report.series import RecordedStep, group_share, length_spread
 from cb_rollout.tools.report.svg import compact, percent
 
 RNG = np.random.default_rng(0)

@@ -1,23 +1,18 @@
-"""Figures of a report: a table of panels, each drawn for one run or for two.
+"""Figures of a report: numbers by step, and a table of panels, each drawn for one run or for two.
 
-A panel whose records are missing is an empty string.
+A panel whose records are missing is an empty string. Of a step that was recorded several times (by
+a resumed run, say), the last metrics count. Every function is pure.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from itertools import chain
 from typing import NamedTuple
 
-from cb_rollout.metrics.run_records import StepMetrics
-from cb_rollout.tools.report.series import (
-    group_share,
-    length_spread,
-    reward_spread,
-    series,
-    smoothed,
-    smoothing_window,
-)
+from cb_rollout.metrics.run_records import Mode, StepMetrics
 from cb_rollout.tools.report.svg import (
     Band,
     Curve,
@@ -39,8 +34,76 @@ DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/ma
 # Below the resolution of a float32 log-probability; drawn as zero, which a log axis cannot show.
 DRIFT_FLOOR = 1e-9
 
+# A wider window would smooth away the changes of a long run.
+MAX_WINDOW = 51
+
 # Of two curves: those of a panel, or those of two runs.
 STYLES = ("a", "b")
+
+
+def series(metrics: Metrics, key: str, mode: Mode = "train") -> list[Point]:
+    """Return `(step, value)` of each step with the scalar `key`, by ascending step."""
+    values = {
+        record.step: record.scalars[key]
+        for record in metrics
+        if record.mode == mode and key in record.scalars
+    }
+    return sorted(values.items())
+
+
+def reward_spread(metrics: Metrics) -> list[Span]:
+    """Return the mean reward less and plus its standard deviation, by ascending step."""
+    deviations = dict(series(metrics, "reward_std"))
+    reward = series(metrics, "reward")
+    return [(s, x - deviations[s], x + deviations[s]) for s, x in reward if s in deviations]
+
+
+def length_spread(metrics: Metrics) -> list[Span]:
+    """Return the 10th and the 90th percentile of completion lengths, by ascending step."""
+    lengths = {x.step: x.completion_lengths for x in metrics if x.mode == "train"}
+    spans = []
+    for step, values in sorted(lengths.items()):
+        if values:
+            # Python 3.11 has no quantiles of a single value.
+            several = values if len(values) > 1 else values * 2
+            low, *_, high = statistics.quantiles(several, n=10, method="inclusive")
+            spans.append((step, low, high))
+    return spans
+
+
+def group_share(metrics: Metrics, *, solved: bool) -> list[Point]:
+    """Return the share of groups whose rewards differ, or of solved ones, by ascending step.
+
+    Of a solved group each completion has the run's highest reward. Groups with a missing reward are
+    not counted.
+    """
+    groups = {
+        x.step: [group for group in x.group_rewards if all(map(math.isfinite, group))]
+        for x in metrics
+        if x.mode == "train" and x.group_rewards
+    }
+    highest = max(chain.from_iterable(chain.from_iterable(groups.values())), default=0.0)
+
+    def counts(group: Sequence[float]) -> bool:
+        return min(group) == highest if solved else min(group) != max(group)
+
+    return [
+        (s, sum(map(counts, found)) / len(found)) for s, found in sorted(groups.items()) if found
+    ]
+
+
+def smoothing_window(num_points: int) -> int:
+    """Return the window of `smoothed`: odd, about a twelfth of the points, 1 below 24."""
+    return min(MAX_WINDOW, num_points // 12 | 1)
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Replace each value by the mean of the window around it, narrower at the ends."""
+    half, values = smoothing_window(len(points)) // 2, [value for _, value in points]
+    windows = (values[max(0, n - half) : n + half + 1] for n in range(len(points)))
+    return [
+        (step, sum(window) / len(window)) for (step, _), window in zip(points, windows, strict=True)
+    ]
 
 
 class Panel(NamedTuple):

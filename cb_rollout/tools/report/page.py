@@ -1,5 +1,7 @@
 """Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
+A comparison of two runs has a table of key figures, and each panel with a curve of either.
+
 Own the content and order of the page; a part without records is left out. The page holds a few
 sequences; each step has a page of its own, within bounds, linked from a table. No page fetches
 anything. Loads no torch.
@@ -7,7 +9,8 @@ anything. Loads no torch.
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from html import escape
 from importlib.resources import files
@@ -31,10 +34,10 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
-from cb_rollout.tools.report.figures import DRIFT_KEYS, figures_html
-from cb_rollout.tools.report.series import (
-    RecordedStep,
-    recorded_steps,
+from cb_rollout.tools.report.figures import (
+    DRIFT_KEYS,
+    STYLES,
+    figures_html,
     series,
     smoothed,
     smoothing_window,
@@ -43,6 +46,7 @@ from cb_rollout.tools.report.svg import compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
 PAGES_DIR = "report_pages"
 
 # The usual size of a group; three such steps load quickly on a phone.
@@ -59,6 +63,30 @@ MAX_STEPS_WITH_PAGES = 2_000
 
 # What a browser may load: what is inside the page alone.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """Summary of the recorded sequences of a step."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
+    rewards: list[float] = field(default_factory=list)
+    """Of the training sequences."""
+
+    def add(self, sequence: SequenceRecord) -> None:
+        self.num_sequences += 1
+        self.num_tokens += len(sequence.tokens)
+        if sequence.mode == "train" and sequence.reward is not None:
+            self.rewards.append(sequence.reward)
+
+
+def recorded_steps(sequences: Iterable[SequenceRecord]) -> dict[int, RecordedStep]:
+    """Return the summary of each step, by ascending step; holds no sequence."""
+    steps: dict[int, RecordedStep] = {}
+    for sequence in sequences:
+        steps.setdefault(sequence.step, RecordedStep()).add(sequence)
+    return dict(sorted(steps.items()))
 
 
 def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
@@ -292,3 +320,77 @@ def html_page(name: str, content: str) -> str:
 </body>
 </html>
 """
+
+
+def write_comparison(
+    run_dir: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    run_ids: Sequence[str | None] = (None, None),
+) -> Path:
+    """Write `comparison.html` about two runs beside the records of the first.
+
+    `run_ids` are a run of each directory, which may be the same; None: the last.
+
+    Raises:
+        ConfigurationError: a run has no metrics, a record cannot be read, or the page cannot
+            be written.
+    """
+    try:
+        folders = [find_run_dir(run_dir), find_run_dir(other)]
+        runs = [chosen_run(list_runs(f), i) for f, i in zip(folders, run_ids, strict=True)]
+        if folders[0].resolve() == folders[1].resolve() and runs[0] == runs[1]:
+            raise ConfigurationError(f"{run_dir} and {other} are one run; name two.")
+        metrics = [read_metrics(f, run) for f, run in zip(folders, runs, strict=True)]
+        for folder, found in zip(folders, metrics, strict=True):
+            if not found:
+                raise ConfigurationError(
+                    f"{folder} holds no metrics to compare; report after the run's first step."
+                )
+        path = folders[0] / COMPARISON_FILE
+        write_whole(path, _comparison(_names(folders, runs), runs, metrics).encode())
+        return path
+    except OSError as error:
+        raise unusable(run_dir, error) from error
+
+
+def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
+    """Return names that differ: of the directories, with their path or their run if need be."""
+    names = [run_name(folder) for folder in folders]
+    if names[0] != names[1]:
+        return names
+    if folders[0].resolve() != folders[1].resolve():
+        return [str(folder) for folder in folders]
+    return [f"{names[0]} {run.run_id}" for run in runs]
+
+
+def _comparison(
+    names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Sequence[StepMetrics]]
+) -> str:
+    # Label and value of each key figure, without its note.
+    figures = [
+        {label: value for label, value, _ in key_figures(found, run.num_sequences)}
+        for found, run in zip(metrics, runs, strict=True)
+    ]
+    rows = "".join(
+        f"<tr><th>{label}</th>"
+        + "".join(f"<td>{figures[side].get(label, '&ndash;')}</td>" for side in (0, 1))
+        + "</tr>"
+        for label in figures[0] | figures[1]
+    )
+    heads = "".join(
+        f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
+        for style, name in zip(STYLES, names, strict=True)
+    )
+    sources = f"cb_rollout {__version__}, from {len(metrics[0]):,} and {len(metrics[1]):,} records."
+    return html_page(
+        " and ".join(names),
+        f"""<header class="top">
+<p class="kicker">Two runs</p>
+<h1>{visible_html(names[0])} <i>and</i> {visible_html(names[1])}</h1>
+<table class="runs"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>
+</header>
+<section class="charts">
+{figures_html(dict(zip(names, metrics, strict=True)))}
+</section>
+<footer>{escape(sources)}</footer>""",
+    )
