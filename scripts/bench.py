@@ -7,12 +7,13 @@ The workloads are in `scripts/benchmarks/`, beside those that it shares with `cb
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cb_rollout.tools.cli.bench import add_options, run_bench
+from cb_rollout.tools.cli.bench import add_options, checked_folder
 from cb_rollout.tools.cli.command import CommandParser, require_packages
 
 
@@ -119,7 +120,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     name, command = arguments.workload, WORKLOADS[arguments.workload]
     require_packages(f"the bench {name!r}", command.packages, command.requirement)
-    return run_bench(name, command.module, "benchmarks.sizes", arguments, BENCHMARKS)
+    folder = checked_folder(name, arguments, BENCHMARKS)
+    print(f"\nwritten to {run_workload(name, command.module, arguments, folder)}")
+    return 0
+
+
+def run_workload(name: str, module: str, options: argparse.Namespace, folder: Path) -> Path:
+    """Run `bench_NAME` of a module, print its table, and return the path of its record.
+
+    Raises:
+        ConfigurationError: the device is missing.
+    """
+    # Imported late: torch and transformers take seconds to load, and packages may be missing.
+    from benchmarks.harness.table import print_table
+    from benchmarks.sizes import MODELS, TINY, Setup
+    from cb_rollout.rollout.checkpoint import torch_device
+    from cb_rollout.tools.bench.run import write_record
+    from cb_rollout.tools.bench.workload import DEFAULT_MODELS
+
+    device = torch_device(options.device).type
+    model = options.model or DEFAULT_MODELS[device]
+    sizes = TINY if options.tiny else MODELS[model]
+    implementation = importlib.import_module(module)
+    setup = Setup(
+        device=device, repetitions=options.repetitions, sizes=sizes, batch_size=options.batch_size
+    )
+    results = getattr(implementation, f"bench_{name}")(setup)
+    # What a reader must know of all figures of the module.
+    note = getattr(implementation, "NOTE", None)
+    if note:
+        print(f"\n{note}")
+    print_table(results)
+    return write_record(name, model, results, device, setup.repetitions, folder, note)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,7 @@ from benchmarks.roofline.machine import bandwidth
 from benchmarks.sizes import MODELS, QWEN3
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.run import describe_machine
-from cb_rollout.tools.bench.timing import timed
+from cb_rollout.tools.bench.run import describe_machine, timed
 from cb_rollout.tools.bench.workload import (
     Workload,
     create_model,

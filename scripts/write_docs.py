@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.table import OURS, number_text, times_better, value_text
 from cb_rollout.config.combinations import COMBINATIONS, described
 from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.metrics.registry import METRICS
-from cb_rollout.tools.bench.table import OURS, number_text, times_better, value_text
 from cb_rollout.tools.cli import create_parser
 
 ROOT = Path(__file__).parent.parent

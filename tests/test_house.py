@@ -94,7 +94,7 @@ HOMELESS = {"utils", "common", "helpers", "misc"}
 
 # Of TRL a file for each of its trainers' ways.
 HOMES_OF_FRAMEWORK = {
-    "trl": {"integrations/trl/upstream.py", "integrations/async_grpo/conversations.py"},
+    "trl": {"integrations/trl/upstream.py", "integrations/async_grpo/upstream.py"},
     "wandb": {"integrations/wandb.py"},
 }
 ONE_FILE_FRAMEWORKS = {"peft", "deepspeed", "fastapi", "opentelemetry"}

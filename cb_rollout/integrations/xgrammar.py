@@ -11,7 +11,7 @@ V: logits.
 import importlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, Self
@@ -29,7 +29,7 @@ MAX_WHITESPACE = 16
 # Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar.
 MAX_NESTING = 64
 
-# Most objects and arrays of all schemas of one grammar: compilation takes seconds beyond.
+# Most objects and arrays of a schema: compilation takes seconds beyond.
 MAX_SCHEMA_NODES = 2048
 
 # Of one pattern of a schema.
@@ -69,7 +69,12 @@ class XGrammar:
         cls, schema: str | dict[str, Any], tokenizer: Any, vocab_size: int
     ) -> Self:
         """Allow JSON that obeys a JSON schema, given as text or as a dict."""
-        (text,) = _bounded_schemas([schema])
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+        except (ValueError, RecursionError) as error:
+            raise _refusal("JSON schema", f"it is not JSON: {error_text(error)}") from error
+        _require_bounded(parsed)
+        text = json.dumps(parsed)
         compile_schema = _compiler(tokenizer, vocab_size).compile_json_schema
         compile_it = partial(compile_schema, text, max_whitespace_cnt=MAX_WHITESPACE)
         return cls(_compiled(compile_it, "JSON schema"))
@@ -78,29 +83,6 @@ class XGrammar:
     def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
         """Allow any JSON object or array."""
         return cls(_compiler(tokenizer, vocab_size).compile_builtin_json_grammar())
-
-    @classmethod
-    def from_framed_json(
-        cls, frames: Sequence[tuple[str, str, str]], tokenizer: Any, vocab_size: int
-    ) -> Self:
-        """Allow one of several texts that hold JSON: a text before, its schema, a text after."""
-        compiler, grammar = _compiler(tokenizer, vocab_size), _import_xgrammar().Grammar
-        schemas = _bounded_schemas([schema for _, schema, _ in frames])
-
-        def literal(text: str) -> Any:
-            return grammar.from_ebnf(f"root ::= {json.dumps(text, ensure_ascii=False)}")
-
-        def framed(before: str, schema: str, after: str) -> Any:
-            inside = grammar.from_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
-            return grammar.concat(literal(before), inside, literal(after))
-
-        def compiled() -> Any:
-            parts = zip(frames, schemas, strict=True)
-            return compiler.compile_grammar(
-                grammar.union(*(framed(start, schema, end) for (start, _, end), schema in parts))
-            )
-
-        return cls(_compiled(compiled, "JSON schema"))
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
@@ -160,22 +142,8 @@ _REGEX_TOKEN = re.compile(
 )
 
 
-def _bounded_schemas(schemas: Sequence[str | dict[str, Any]]) -> list[str]:
-    """Return schemas as JSON texts; refuse those that exceed a bound of this module together."""
-    texts, num_nodes, num_states = [], 0, 0
-    for schema in schemas:
-        try:
-            parsed = json.loads(schema) if isinstance(schema, str) else schema
-        except (ValueError, RecursionError) as error:
-            raise _refusal("JSON schema", f"it is not JSON: {error_text(error)}") from error
-        num_nodes, num_states = _require_bounded(parsed, num_nodes, num_states)
-        texts.append(json.dumps(parsed))
-    return texts
-
-
-def _require_bounded(schema: Any, num_nodes: int, num_states: int) -> tuple[int, int]:
-    """Return the numbers of nodes and of patterns' states, with those of a schema added."""
-    level, depth = [schema], 0
+def _require_bounded(schema: Any) -> None:
+    level, depth, num_nodes, num_states = [schema], 0, 0, 0
     while level:
         depth += 1
         if depth > MAX_NESTING:
@@ -195,7 +163,6 @@ def _require_bounded(schema: Any, num_nodes: int, num_states: int) -> tuple[int,
         if num_states > MAX_PATTERN_STATES:
             raise _refusal("JSON schema", "its patterns repeat too much; count less, or use *")
         level = list(chain.from_iterable(n.values() if isinstance(n, dict) else n for n in nodes))
-    return num_nodes, num_states
 
 
 def _num_states(pattern: str) -> int:

@@ -207,19 +207,6 @@ class Tool(Strict):
     function: FunctionDefinition
 
 
-class NamedFunction(Strict):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedToolChoice(Strict):
-    """The tool that an answer must call."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-
 class JsonSchema(Strict):
     """The JSON schema of an answer."""
 
@@ -246,7 +233,7 @@ class ChatCompletionRequest(_TextRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
 
 

@@ -42,12 +42,9 @@ from cb_rollout.server.protocol import (
     as_api_error,
 )
 from cb_rollout.server.rl.weight_updates import Sync, WeightUpdates
-from cb_rollout.server.tool_parser import ToolParser, call_format, required_calls
+from cb_rollout.server.tool_parser import ToolParser
 
 T = TypeVar("T")
-
-# The source of a grammar: a JSON schema, the calls of `required_calls`, or None for any JSON.
-GrammarSource = str | tuple[tuple[str, str, str], ...] | None
 
 # Fields of the same name and meaning in a body and in `SamplingParams`.
 SAME_NAME = (
@@ -118,14 +115,11 @@ class ServedModel:
         # input processor's own group numbers are not negative.
         numbers = itertools.count(-1, -1)
         self._group_of = lru_cache(maxsize=NUM_PROMPTS_KEPT)(lambda _: next(numbers))
-        self._call_format = call_format(compiling)
 
         @lru_cache(maxsize=NUM_GRAMMARS_KEPT)
-        def grammar_of(source: GrammarSource) -> XGrammar:
-            if isinstance(source, tuple):
-                return XGrammar.from_framed_json(source, compiling, vocab_size)
-            if source is not None:
-                return XGrammar.from_json_schema(source, compiling, vocab_size)
+        def grammar_of(schema: str | None) -> XGrammar:
+            if schema is not None:
+                return XGrammar.from_json_schema(schema, compiling, vocab_size)
             return XGrammar.from_json(compiling, vocab_size)
 
         self._grammar_of = grammar_of
@@ -211,10 +205,7 @@ class ServedModel:
         if isinstance(body, ChatCompletionRequest):
             max_new_tokens = body.max_completion_tokens or body.max_tokens
             top_logprobs = body.top_logprobs
-            if calls := required_calls(self._call_format, body.tools, body.tool_choice):
-                fields["grammar"] = await self._compiled(calls, "tool_choice")
-            else:
-                fields["grammar"] = await self._grammar(body.response_format)
+            fields["grammar"] = await self._grammar(body.response_format)
         defaults = self.manager.defaults
         fields["top_logprobs"] = top_logprobs or 0
         fields["max_new_tokens"] = max_new_tokens or defaults.max_new_tokens
@@ -223,21 +214,16 @@ class ServedModel:
     async def _grammar(self, form: ResponseFormat | None) -> XGrammar | None:
         if form is None or form.type == "text":
             return None
-        schema = None
+        schema, param = None, "response_format"
         if form.type == "json_schema":
             if form.json_schema is None or form.json_schema.json_schema is None:
-                raise ApiError(400, "response_format has no json_schema.schema.", "response_format")
+                raise ApiError(400, "response_format has no json_schema.schema.", param)
             schema = json.dumps(form.json_schema.json_schema)
-        return await self._compiled(schema, "response_format")
-
-    async def _compiled(self, source: GrammarSource, param: str) -> XGrammar:
-        """Compile a grammar; `param` is the request's field that asks for it."""
-        parts = itertools.chain(*source) if isinstance(source, tuple) else [source or ""]
-        size, most = sum(map(len, parts)), MAX_SCHEMA_CHARACTERS
-        if size > most:
-            raise ApiError(400, f"the JSON schema has {size:,} characters of {most:,}.", param)
+            if (size := len(schema)) > MAX_SCHEMA_CHARACTERS:
+                most = f"{MAX_SCHEMA_CHARACTERS:,}"
+                raise ApiError(400, f"the JSON schema has {size:,} characters of {most}.", param)
         try:
-            return await _run(self._grammar_thread, self._grammar_of, source)
+            return await _run(self._grammar_thread, self._grammar_of, schema)
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 

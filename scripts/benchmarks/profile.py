@@ -30,7 +30,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.tools.bench.contenders import Contender, ours
-from cb_rollout.tools.bench.timing import synchronize, timed
+from cb_rollout.tools.bench.run import synchronize, timed
 from cb_rollout.tools.bench.workload import SEED, Workload, create_model, long_tailed
 
 # Names of the wrapped functions that were running, outermost first.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from benchmarks.harness.timing import throughputs
 from benchmarks.peers.contenders import of_another_model, ours_at_temperature, served
 from benchmarks.peers.vllm_process import vllm_contenders
 from benchmarks.roofline.machine import (
@@ -25,8 +26,7 @@ from benchmarks.roofline.machine import (
 )
 from benchmarks.sizes import Setup
 from cb_rollout.tools.bench.contenders import Contender, ours, transformers_batching
-from cb_rollout.tools.bench.rollout import races, run_race
-from cb_rollout.tools.bench.timing import throughputs
+from cb_rollout.tools.bench.run import races
 from cb_rollout.tools.bench.workload import (
     SEED,
     Workload,
@@ -48,7 +48,8 @@ DRAFT_TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
 
 def bench_rollout(setup: Setup) -> dict[str, Any]:
     """Return tokens per second of long-tailed groups and of equal lengths."""
-    return race(create_model(setup.sizes.shape, setup.device), races(setup), setup)
+    workloads = races(setup.sizes, setup.device, setup.batch_size)
+    return race(create_model(setup.sizes.shape, setup.device), workloads, setup)
 
 
 def race(
@@ -82,6 +83,20 @@ def race(
                     rows[row] |= _forwards_shares(contender, rows[row], model, workload)
             results[name] = rows
     return results
+
+
+def run_race(
+    name: str,
+    contenders: dict[str, Contender],
+    model: Any,
+    workload: Workload,
+    repetitions: int,
+    num_warm_ups: int = 1,
+    warm_up: Workload | None = None,
+) -> dict[str, Any]:
+    """Announce a workload, and return tokens per second of each contender."""
+    print(f"{name}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+    return throughputs(contenders, model, workload, repetitions, num_warm_ups, warm_up)
 
 
 def _forwards_shares(

@@ -60,10 +60,14 @@ class Sizes(workload.Sizes):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup(workload.Setup):
+class Setup:
     """Arguments of a workload."""
 
+    device: str
+    repetitions: int
     sizes: Sizes
+    batch_size: int | None = None
+    """Batch size of `model.generate`; None: each workload's own."""
 
 
 def extended(sizes: workload.Sizes, **more: Any) -> Sizes:

@@ -25,7 +25,7 @@ from cb_rollout.strategies import (
     RequestStream,
     Strategy,
 )
-from cb_rollout.tools.bench.timing import summary, timed
+from cb_rollout.tools.bench.run import summary, timed
 from cb_rollout.tools.bench.workload import SEED, long_tailed
 
 NUM_PROCESSES = 4

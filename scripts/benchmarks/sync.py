@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.sizes import Setup
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.timing import timed
+from cb_rollout.tools.bench.run import timed
 from cb_rollout.tools.bench.workload import SEED, create_model
 
 PROMPTS = [[2, 3, 4]] * 4

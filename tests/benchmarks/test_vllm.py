@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from benchmarks import rollout
+from benchmarks.harness.timing import interleaved
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE, vllm_contenders
 from benchmarks.sizes import TINY, Setup
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.tools.bench import rollout as shipped
+from cb_rollout.tools.bench import run as shipped
 from cb_rollout.tools.bench.contenders import Contender
-from cb_rollout.tools.bench.timing import interleaved
 from cb_rollout.tools.bench.workload import Workload, create_model
 
 # Logs where vLLM does. A first prompt of 13 fails, and one of 14 ends a token too early.

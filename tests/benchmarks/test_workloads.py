@@ -12,7 +12,7 @@ import write_docs
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE
 from benchmarks.profile import OUTSIDE
 from benchmarks.sizes import MODELS, TINY
-from cb_rollout.tools.bench import rollout, run
+from cb_rollout.tools.bench import run
 
 # The peers emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -49,7 +49,7 @@ def recorded(tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv(PYTHON_VARIABLE, raising=False)
                 # The slow test of the command has the compiled contender.
-                patch.setattr(rollout, "compiler_obstacle", lambda: "left out")
+                patch.setattr(run, "compiler_obstacle", lambda: "left out")
                 assert bench.main([workload, *TINIEST, "--output-dir", str(folder)]) == 0
         return json.loads(path.read_text())
 
@@ -100,7 +100,7 @@ def test_a_tiny_run_never_replaces_a_record(capsys):
 
 def test_the_script_writes_where_the_documents_read(monkeypatch, tmp_path):
     folders = []
-    monkeypatch.setattr(run, "run_workload", lambda *given: folders.append(given[-1]))
+    monkeypatch.setattr(bench, "run_workload", lambda *given: folders.append(given[-1]))
     assert bench.main(["sync"]) == 0
     assert bench.main(["sync", "--output-dir", str(tmp_path)]) == 0
     assert folders == [write_docs.BENCHMARKS, tmp_path]

@@ -26,8 +26,8 @@ from cb_rollout import (
     SamplingParams,
 )
 from cb_rollout.tools.dataset import generate_dataset
+from cb_rollout.tools.dataset.generate import CompletionStream
 from cb_rollout.tools.dataset.rows import Row
-from cb_rollout.tools.dataset.stream import CompletionStream
 
 TOKENIZER = char_tokenizer()
 ROWS = [{"prompt": f"{n} + 1 = ", "id": f"q{n}", "answer": n + 1} for n in range(12)]

@@ -40,7 +40,7 @@ BODIES = {
     ],
     "/v1/chat/completions": [
         {"messages": [USER], "max_tokens": 3, "stream": True, "temperature": 0.7},
-        {"messages": [USER], "max_tokens": 3, "tools": [TOOL], "tool_choice": "required"},
+        {"messages": [USER], "max_tokens": 3, "tools": [TOOL], "tool_choice": "auto"},
         {"messages": [USER], "max_tokens": 3, "response_format": {
             "type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
     ],

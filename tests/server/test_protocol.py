@@ -105,9 +105,8 @@ def test_a_body_that_nests_too_deeply_is_refused(post):
         schema = '{"items":' * depth + "{}" + "}" * depth
         tool = f'{{"type":"function","function":{{"name":"a","parameters":{schema}}}}}'
         body = f'{{"messages":[{{"role":"user","content":"a"}}],"tools":[{tool}]'
-        for end in ("", ',"tool_choice":"required"'):
-            answer = post("/v1/chat/completions", f"{body}{end}}}")
-            assert answer.status_code == 400, answer.text
+        answer = post("/v1/chat/completions", f"{body}}}")
+        assert answer.status_code == 400, answer.text
 
 
 def test_a_number_beyond_its_bound_is_refused_and_the_server_goes_on(post):

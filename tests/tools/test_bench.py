@@ -5,11 +5,12 @@ import sys
 import pytest
 import torch
 
+from benchmarks.harness.table import number_text, print_table, times_better, value_text
+from benchmarks.harness.timing import ResidentPeak, take_turn
 from benchmarks.models import create_ending_model
 from benchmarks.roofline.machine import matmul_parameters, needed_flops
 from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
-from cb_rollout.tools.bench.table import number_text, print_table, times_better, value_text
-from cb_rollout.tools.bench.timing import ResidentPeak, summary, take_turn
+from cb_rollout.tools.bench.run import summary
 from cb_rollout.tools.bench.workload import (
     CPU,
     LLAMA_135M,

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from report_page import FORBIDDEN, Page, a_sequence
 
-from cb_rollout.metrics.run_records import RunRecorder, StepMetrics
+from cb_rollout.metrics.run_records import RunRecorder, StepMetrics, read_metrics
 from cb_rollout.tools.report import write_comparison, write_report
+from cb_rollout.tools.report.figures import group_share, length_spread
 from cb_rollout.tools.report.page import (
     MAX_SEQUENCES_PER_PAGE,
     MAX_STEPS_WITH_PAGES,
-    MAX_TOKENS_ON_PAGES,
     PAGES_DIR,
     steps_with_pages,
 )
-from cb_rollout.tools.report.series import GroupKind, RecordedStep, group_kind, quantiles
 from cb_rollout.tools.report.svg import compact, percent
 
 RNG = np.random.default_rng(0)
@@ -67,58 +66,56 @@ def test_each_figure_tells_the_numbers_of_the_records(tmp_path):
     html = write_report(recorded(tmp_path)).read_text()
     Page(html)
     tips = {
-        "Reward": lambda step: f"reward {compact(step / 10)} +- {compact(step / 100)}",
-        "Length of completions": lambda step: of_quantiles(LENGTHS[step]),
-        "Surprise and entropy": lambda step: of_quantiles(
-            [-np.mean(logprobs[:16]) for logprobs in LOGPROBS[step]]
+        "Reward": lambda step: (
+            f"{compact(step / 10)} ({compact(step * 0.09)} to {compact(step * 0.11)})"
         ),
-        "Staleness": lambda step: f"mean {compact(step / 4)} versions",
-        "Routes": lambda step: f"{percent(step / 500)} of the choices",
-        "Groups": lambda step: {
-            1: "50% solved, 50% mixed, 0% unsolved",
-            2: "33.3% solved, 33.3% mixed, 33.3% unsolved",
-        }.get(step, "25% solved, 25% mixed, 50% unsolved"),
+        "Length of completions": lambda step: of_quantiles(LENGTHS[step]),
+        "Entropy": lambda step: compact(2.0 - step / 10),
+        "Staleness": lambda step: compact(step / 4),
+        "Routes": lambda step: percent(step / 500),
+        "Groups": lambda step: {1: "50%", 2: "33.3%"}.get(step, "25%"),
     }
     for title, expected in tips.items():
         assert tips_of(html, title) == [f"step {step}: {expected(step)}" for step in LENGTHS], title
 
 
 def of_quantiles(values):
-    low, middle, high = np.quantile(values, [0.1, 0.5, 0.9])
-    return f"{compact(middle)} ({compact(low)} to {compact(high)})"
+    low, high = np.quantile(values, [0.1, 0.9])
+    return f"{compact(np.mean(values))} ({compact(low)} to {compact(high)})"
 
 
 def test_a_band_lies_where_its_numbers_are(tmp_path):
-    html = write_report(recorded(tmp_path)).read_text()
-    figure = next(part for part in html.split("<figure") if "<h2>Groups</h2>" in part)
-    bands = re.findall(r'class="band ([a-z]+) solid" d="M([^"]*)Z"', figure)
-    tops = {
-        style: [float(corner.split()[1]) for corner in path.split("L")][:5] for style, path in bands
-    }
-    # Down from the top in thousandths: half, a third and a quarter of the groups are solved.
-    assert tops["a"] == [500, 666.7, 750, 750, 750]
-    assert tops["raw"] == [0, 333.3, 500, 500, 500]
-    assert tops["b"] == [0] * 5
+    recorder = RunRecorder(tmp_path)
+    for step, std in ((1, 0.5), (2, 0.25)):
+        scalars = {"reward": 0.5, "reward_std": std}
+        recorder.record_metrics(StepMetrics(step, "train", scalars, []))
+    (band,) = re.findall(r'class="band a" d="M([^"]*)Z"', write_report(tmp_path).read_text())
+    # In thousandths, right and down: the upper edge, then the lower one back.
+    corners = [tuple(map(float, corner.split())) for corner in band.split("L")]
+    assert corners == [(0, 0), (1000, 250), (1000, 750), (0, 1000)]
 
 
 @pytest.mark.parametrize("num", [1, 2, 7, 64])
 def test_quantiles_are_those_of_numpy(num):
-    values = RNG.normal(size=num).tolist()
-    assert quantiles(values) == pytest.approx(np.quantile(values, [0.1, 0.5, 0.9]).tolist())
+    values = RNG.integers(1, 400, num).tolist()
+    ((_, *span),) = length_spread([StepMetrics(1, "train", {}, values)])
+    assert span == pytest.approx(np.quantile(values, [0.1, 0.9]).tolist())
 
 
 def test_a_group_of_equal_rewards_is_solved_only_at_the_highest():
-    assert group_kind([1.0, 1.0], 1.0) is GroupKind.SOLVED
-    assert group_kind([0.5, 0.5], 1.0) is GroupKind.UNSOLVED
-    assert group_kind([0.5, 1.0], 1.0) is GroupKind.MIXED
+    for group, solved, differs in (([1.0, 1.0], 1, 0), ([0.5, 0.5], 0, 0), ([0.5, 1.0], 0, 1)):
+        best = StepMetrics(1, "train", {}, [], [[1.0, 1.0]])
+        metrics = [best, StepMetrics(2, "train", {}, [], [group])]
+        assert group_share(metrics, solved=True)[1] == (2, solved)
+        assert group_share(metrics, solved=False)[1] == (2, differs)
 
 
 def test_rewards_that_are_not_there_are_read_back_and_left_out(tmp_path):
     groups = [[1.0, float("nan")], [1.0, 1.0]]
     RunRecorder(tmp_path).record_metrics(StepMetrics(1, "train", {}, [], groups))
-    assert tips_of(write_report(tmp_path).read_text(), "Groups") == [
-        "step 1: 100% solved, 0% mixed, 0% unsolved"
-    ]
+    assert tips_of(write_report(tmp_path).read_text(), "Groups") == ["step 1: 0%"]
+    (metrics,) = read_metrics(tmp_path)
+    assert group_share([metrics], solved=True) == [(1, 1.0)]
 
 
 def test_every_recorded_sequence_is_on_a_page_that_the_report_links(tmp_path):
@@ -153,15 +150,13 @@ def test_an_earlier_reports_pages_are_gone(tmp_path):
 
 
 def test_pages_are_bounded_and_their_steps_evenly_spread():
-    one = RecordedStep(num_sequences=8, num_tokens=MAX_TOKENS_ON_PAGES // 100)
-    steps = steps_with_pages(dict.fromkeys(range(1000), one))
-    assert 80 <= len(steps) <= 100
-    assert (steps[0], steps[-1]) == (0, 999)
+    for num in (0, 1, 2, MAX_STEPS_WITH_PAGES):
+        assert steps_with_pages(range(num)) == list(range(num))
+    steps = steps_with_pages(range(10**5))
+    assert len(steps) == MAX_STEPS_WITH_PAGES
+    assert (steps[0], steps[-1]) == (0, 10**5 - 1)
     gaps = np.diff(steps)
     assert gaps.max() - gaps.min() <= 1
-    short = dict.fromkeys(range(10**5), RecordedStep(num_sequences=1, num_tokens=1))
-    assert len(steps_with_pages(short)) == MAX_STEPS_WITH_PAGES
-    assert steps_with_pages({4: RecordedStep(1, MAX_TOKENS_ON_PAGES + 1)}) == [4]
 
 
 def test_a_step_of_very_many_sequences_has_the_first_of_them_on_its_page(tmp_path):
@@ -178,7 +173,7 @@ def test_a_step_of_very_many_sequences_has_the_first_of_them_on_its_page(tmp_pat
 def test_two_runs_have_bands_of_their_own(tmp_path):
     folders = recorded(tmp_path / "first"), recorded(tmp_path / "second", shift=0.3)
     html = write_comparison(*folders).read_text()
-    for title in ("Reward", "Completion length"):
+    for title in ("Reward", "Length of completions"):
         figure = next(part for part in html.split("<figure") if f"<h2>{title}</h2>" in part)
         assert re.findall(r'class="band (\w+)"', figure) == ["a", "b"]
 
@@ -193,9 +188,9 @@ def test_ten_thousand_sequences_make_small_pages(tmp_path):
                 a_sequence(step, tokens=["word "] * 24, request_id=f"{step}-{number}")
             )
     report = write_report(tmp_path)
-    assert "All 10,000 recorded sequences" in report.read_text()
+    assert "4,000 of 10,000 recorded sequences" in report.read_text()
     pages = list((tmp_path / PAGES_DIR).iterdir())
-    assert len(pages) == 1250
+    assert len(pages) == MAX_STEPS_WITH_PAGES
     assert report.stat().st_size < 2**20
     assert max(page.stat().st_size for page in pages) < 2**18
 

@@ -2,7 +2,7 @@
 
 TRL 1.16's `_AsyncRolloutLoop` renders chats, calls tools, resets environments, scores groups and
 divides conversations into rows. It runs here on a thread of this process, and the engine samples
-its turns in place of a server. The only file of this folder that imports trl.
+its turns in place of a server.
 """
 
 import asyncio
@@ -13,19 +13,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import fields
 from functools import partial
 from itertools import chain, compress, groupby
 from types import SimpleNamespace
 from typing import Any
-
-import torch
-from trl.experimental.async_grpo import async_grpo_trainer as async_grpo_trainer
-from trl.experimental.async_grpo.async_rollout_worker import (
-    RolloutGroup,
-    TurnRecord,
-    _AsyncRolloutLoop,
-    _chain_to_sequences,
-)
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.service.output_queue import CallbackSink
@@ -37,10 +29,11 @@ from cb_rollout.errors import (
 )
 from cb_rollout.integrations.async_grpo.prompts import PromptSource
 from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueue
+from cb_rollout.integrations.async_grpo.upstream import async_rollout_worker as upstream
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 # Turns of the task's conversation, with policy versions of tokens in place of log-probabilities.
-TURNS: ContextVar[list[TurnRecord]] = ContextVar("TURNS")
+TURNS: ContextVar[list[upstream.TurnRecord]] = ContextVar("TURNS")
 
 
 class EnvironmentPool(list[Any]):
@@ -72,7 +65,7 @@ class DaemonThreads(Executor):
         return future
 
 
-class ConversationLoop(_AsyncRolloutLoop):
+class ConversationLoop(upstream._AsyncRolloutLoop):
     """Conversations of a run; `run` blocks its thread until `stop`."""
 
     def __init__(
@@ -164,7 +157,7 @@ class ConversationLoop(_AsyncRolloutLoop):
         result = await super()._generate_one(*arguments, **named)
         # TRL leaves tokens out that later turns render otherwise, and divides conversations into
         # rows. The versions are reconciled as it reconciles the log-probabilities.
-        rows, _ = _chain_to_sequences(TURNS.get(), "", self._fork_threshold_tokens)
+        rows, _ = upstream._chain_to_sequences(TURNS.get(), "", self._fork_threshold_tokens)
         sequences: list[Any] = result[2]
         for sequence, row in zip(sequences, rows, strict=True):
             trained = compress(row.old_log_probs, row.completion_mask)
@@ -181,7 +174,7 @@ class ConversationLoop(_AsyncRolloutLoop):
             if not turns:
                 raise
             # The tools' results are too long: the conversation ends with the turns before.
-            turns.append(TurnRecord(prompt_ids, []))
+            turns.append(upstream.TurnRecord(prompt_ids, []))
             return [], []
         ended: asyncio.Future[GenerationOutput] = self._loop.create_future()
 
@@ -201,7 +194,7 @@ class ConversationLoop(_AsyncRolloutLoop):
             )
         self._on_progress()
         versions = [float(version) for version, n in output.policy_versions for _ in range(n)]
-        turns.append(TurnRecord(prompt_ids, output.generated_tokens, versions))
+        turns.append(upstream.TurnRecord(prompt_ids, output.generated_tokens, versions))
         return output.generated_tokens, output.logprobs
 
     async def _execute_tool_calls(
@@ -237,7 +230,7 @@ class ConversationLoop(_AsyncRolloutLoop):
 
         return call
 
-    async def _score_group(self, group: RolloutGroup) -> list[Any]:
+    async def _score_group(self, group: upstream.RolloutGroup) -> list[Any]:
         rows = await super()._score_group(group)
         self._on_progress()
         index, first = group.group_id, self._first_version()
@@ -246,21 +239,10 @@ class ConversationLoop(_AsyncRolloutLoop):
         else:
             self._source.drop(index)
         sequences: Iterator[Any] = chain.from_iterable(group.completions_sequences)
-        samples = []
+        samples: list[Any] = []
         for row, sequence in zip(rows, sequences, strict=True):
             versions = [(first + version, count) for version, count in sequence.token_versions]
-            samples.append(
-                RolloutSample(
-                    prompt=row.prompt,
-                    completion=row.completion,
-                    input_ids=torch.from_numpy(row.input_ids),
-                    completion_mask=torch.from_numpy(row.completion_mask),
-                    old_log_probs=torch.from_numpy(row.old_log_probs),
-                    advantage=row.advantage,
-                    group_id=index,
-                    metrics=row.metrics,
-                    token_versions=versions,
-                    prompt_index=index,
-                )
-            )
+            own = {field.name: getattr(row, field.name) for field in fields(row)}
+            own |= {"group_id": index, "token_versions": versions, "prompt_index": index}
+            samples.append(RolloutSample(**own))
         return samples

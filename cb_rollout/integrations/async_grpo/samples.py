@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Any
 
-import torch
+import numpy as np
 
+from cb_rollout.integrations.async_grpo.upstream import async_rollout_worker
 from cb_rollout.strategies.base import Group
 from cb_rollout.types import GenerationOutput
 
@@ -23,31 +24,17 @@ EPSILON = 1e-8
 
 
 @dataclass(slots=True)
-class RolloutSample:
-    """A completion to train on: the fields of trl 1.16's `RolloutSample`. T: all tokens."""
+class RolloutSample(async_rollout_worker.RolloutSample):
+    """A completion to train on: trl's record, with its versions and its prompt."""
 
-    prompt: list[dict[str, Any]]
-    """As messages, for traces."""
-    completion: list[dict[str, Any]]
-    input_ids: torch.Tensor
-    """(T), int64, the prompt included."""
-    completion_mask: torch.Tensor
-    """(T), int64: 1 where a token was sampled."""
-    old_log_probs: torch.Tensor
-    """(T), float32, nats: each token's under the policy that sampled it; 0 in the prompt."""
-    advantage: float
-    group_id: int
-    metrics: dict[str, float]
-    token_versions: list[tuple[int, int]]
+    token_versions: list[tuple[int, int]] = field(default_factory=list)
     """Runs of `(model_version, num_tokens)` that sum to the sampled tokens."""
     prompt_index: int = 0
-    """Index of the prompt in `PromptSource`; not a field of trl's."""
-    enqueued_at: float | None = field(default_factory=time.time)
-    model_version: int = field(init=False)
-    """The oldest version that sampled a token, in the trainer's count."""
+    """Index of the prompt in `PromptSource`."""
 
     def __post_init__(self) -> None:
         self.model_version = min(version for version, _ in self.token_versions)
+        self.enqueued_at = time.time()
 
 
 class SampleQueue(queue.Queue[RolloutSample]):
@@ -107,10 +94,11 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[R
             RolloutSample(
                 prompt=messages,
                 completion=[{"role": "assistant", "content": text}],
-                input_ids=torch.tensor(output.prompt_ids + output.generated_tokens),
-                completion_mask=torch.tensor([0] * num_prompt + [1] * num_sampled),
-                old_log_probs=torch.tensor([0.0] * num_prompt + output.logprobs),
+                input_ids=np.array(output.prompt_ids + output.generated_tokens),
+                completion_mask=np.array([0] * num_prompt + [1] * num_sampled),
+                old_log_probs=np.array([0.0] * num_prompt + output.logprobs, np.float32),
                 advantage=(reward - mean) / (spread + EPSILON),
+                model_version=first_version,
                 group_id=group.number,
                 metrics={"reward": reward, "reward_std": spread},
                 token_versions=versions,

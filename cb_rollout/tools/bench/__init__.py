@@ -1,7 +1,6 @@
-"""Time cb_rollout beside its peers: the workloads of `cb-rollout bench` and what they share.
+"""Time a rollout beside its peers, for `cb-rollout bench`.
 
-`run` starts a workload by its name. Every workload is a function `bench_NAME(setup)`, which prints
-its progress and returns its results. A checkout has more workloads, in `scripts/benchmarks/`.
+A checkout has more workloads, in `scripts/benchmarks/`, which use these contenders and sizes.
 """
 
 import os

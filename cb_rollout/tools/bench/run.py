@@ -1,9 +1,13 @@
-"""Run a workload, print its table and write its record."""
+"""Run a rollout by each contender in turns, print the speeds and write them.
 
-import argparse
-import importlib
+Turns are interleaved, so that a slow spell of the machine affects every contender alike.
+"""
+
 import json
 import platform
+import statistics
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,54 +17,137 @@ from typing import Any
 import torch
 
 import cb_rollout
+from cb_rollout.compat.inductor import compiler_obstacle
 from cb_rollout.rollout.checkpoint import torch_device
-from cb_rollout.tools.bench.table import print_table
-from cb_rollout.tools.bench.workload import DEFAULT_MODELS
+from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
+from cb_rollout.tools.bench.workload import (
+    DEFAULT_MODELS,
+    MODELS,
+    TINY,
+    Sizes,
+    Workload,
+    create_model,
+    equal_lengths,
+    long_tailed,
+)
 
 # Packages whose versions affect the figures.
 PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 
+# The best for `generate` on the CPU model: a larger batch waits longer for its longest sequence.
+BATCH_OF_TAILS = 64
 
-def run_workload(
-    name: str, module: str, sizes: str, options: argparse.Namespace, folder: Path
-) -> Path:
-    """Run `bench_NAME` of a module, print its table, and return the path of its JSON in `folder`.
 
-    `sizes` is the module of `MODELS`, `TINY` and `Setup`; `options` has the device, model,
-    repetitions, batch_size and tiny of the command line.
+def run_rollout(options: Any, folder: Path) -> Path:
+    """Time a rollout by the options of the command line, and return the path of its record.
 
     Raises:
         ConfigurationError: the device is missing.
     """
-    kind = torch_device(options.device).type
-    default = DEFAULT_MODELS[kind]
-    model = options.model or default
-    # Imported by name, since only some workloads need packages such as trl.
-    implementation, known = map(importlib.import_module, (module, sizes))
-    setup = known.Setup(
-        device=kind,
-        repetitions=options.repetitions,
-        sizes=known.TINY if options.tiny else known.MODELS[model],
-        batch_size=options.batch_size,
-    )
-    results = getattr(implementation, f"bench_{name}")(setup)
-    # What a reader must know of all figures of the module.
-    note = getattr(implementation, "NOTE", None)
-    if model != default:
+    device = torch_device(options.device).type
+    name = options.model or DEFAULT_MODELS[device]
+    sizes = TINY if options.tiny else MODELS[name]
+    model, results = create_model(sizes.shape, device), {}
+    for group, (workload, contenders) in races(sizes, device, options.batch_size).items():
+        print(f"{group}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
+        rates: dict[str, list[float]] = {row: [] for row in contenders}
+        for repetition in range(options.repetitions):
+            for row, contender in contenders.items():
+                # Made for each turn: transformers' manager changes the model's attention.
+                with contender.create(model, workload) as run:
+                    run(workload)
+                    seconds = timed(lambda run=run, workload=workload: run(workload))
+                rates[row].append(workload.num_tokens / seconds)
+                turn = f"{repetition + 1}/{options.repetitions}"
+                print(f"  {turn} {row:<28}{seconds:8.2f} s", flush=True)
+        results[group] = {
+            row: summary(values, "tokens_per_second", contenders[row].settings)
+            for row, values in rates.items()
+        }
+    _print_speeds(results)
+    return write_record("rollout", name, results, device, options.repetitions, folder)
+
+
+def races(
+    sizes: Sizes, device: str, batch_size: int | None = None
+) -> dict[str, tuple[Workload, dict[str, Contender]]]:
+    """Return the workloads with the contenders that run them, by name.
+
+    `batch_size` is that of `generate`; None: the best of each workload.
+    """
+
+    def contenders(best: int) -> dict[str, Contender]:
+        known = {
+            "cb_rollout": ours(),
+            "transformers CB": transformers_batching(),
+            "model.generate": generate(batch_size or best),
+        }
+        if device == "cpu" and compiler_obstacle() is None:
+            known["cb_rollout, compiled"] = ours(use_default_compile_configs=True)
+        return known
+
+    return {
+        "long_tailed_groups": (long_tailed(sizes), contenders(BATCH_OF_TAILS)),
+        "equal_lengths": (equal_lengths(sizes), contenders(sizes.num_sequences)),
+    }
+
+
+def synchronize() -> None:
+    """Wait until the GPU, if any, has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that `work` takes, the GPU's work included."""
+    synchronize()
+    started = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def summary(values: list[float], unit: str, settings: str | None = None) -> dict[str, Any]:
+    """Return median, minimum and maximum, with the unit and the contender's settings."""
+    figures: dict[str, Any] = {"median": statistics.median(values), "unit": unit}
+    figures |= {"min": min(values), "max": max(values)}
+    return figures if settings is None else figures | {"settings": settings}
+
+
+def _print_speeds(results: dict[str, Any]) -> None:
+    for group, rows in results.items():
+        print(f"\n{group}")
+        for row, x in rows.items():
+            times = next(iter(rows.values()))["median"] / x["median"]
+            spread = f"({x['min']:,.0f} to {x['max']:,.0f})"
+            print(f"  {row:<22}{x['median']:>8,.0f} tokens/s  {spread}  cb_rollout is {times:.2f}x")
+
+
+def write_record(
+    bench: str,
+    model: str,
+    results: dict[str, Any],
+    device: str,
+    repetitions: int,
+    folder: Path,
+    note: str | None = None,
+) -> Path:
+    """Write results as JSON into a folder, and return the path.
+
+    `note` is what a reader must know of all figures.
+    """
+    if model != DEFAULT_MODELS[device]:
         # Each model has a record and tables of its own.
-        name = f"{name}_{model}"
+        bench = f"{bench}_{model}"
         results = {f"{group}_{model}": rows for group, rows in results.items()}
-    if note:
-        print(f"\n{note}")
-    print_table(results)
     record = {
-        "bench": name,
+        "bench": bench,
         **({"note": note} if note else {}),
-        **describe_machine(kind),
-        "repetitions": setup.repetitions,
+        **describe_machine(device),
+        "repetitions": repetitions,
         "results": results,
     }
-    path = folder / f"{name}_{kind}.json"
+    path = folder / f"{bench}_{device}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 

@@ -83,17 +83,6 @@ TINY = Sizes(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Arguments of a workload."""
-
-    device: str
-    repetitions: int
-    sizes: Sizes
-    batch_size: int | None = None
-    """Batch size of `model.generate`; None: each workload's own."""
-
-
 @dataclass(frozen=True)
 class Workload:
     """Prompts, and the number of tokens that each completion is forced to have."""

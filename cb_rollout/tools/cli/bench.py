@@ -4,7 +4,6 @@ Owns the options, which the workloads of a checkout's `scripts/bench.py` share.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
 
 # The module of their sizes loads torch.
 MODELS = ("small", "135m", "0.6b")
-
-BENCH = "cb_rollout.tools.bench"
 
 # Default directory of the record.
 OUTPUT_DIR = Path("cb_rollout_bench")
@@ -43,8 +40,7 @@ def add_bench(commands: Any) -> None:
         help="rollout",
     )
     add_options(parser, OUTPUT_DIR)
-    modules = f"{BENCH}.rollout", f"{BENCH}.workload"
-    parser.set_run(lambda arguments: run_bench("rollout", *modules, arguments, OUTPUT_DIR))
+    parser.set_run(_run)
 
 
 def add_options(parser: CommandParser, output_dir: Path) -> None:
@@ -78,10 +74,8 @@ def add_options(parser: CommandParser, output_dir: Path) -> None:
     )
 
 
-def run_bench(
-    name: str, module: str, sizes: str, arguments: argparse.Namespace, output_dir: Path
-) -> int:
-    """Run the workload `name` of a module, with the sizes of another, and write its record."""
+def checked_folder(name: str, arguments: argparse.Namespace, output_dir: Path) -> Path:
+    """Check the options of a workload, and return the folder of its record."""
     folder = arguments.output_dir or output_dir
     for option in ("repetitions", "batch_size"):
         value = getattr(arguments, option)
@@ -91,9 +85,13 @@ def run_bench(
         raise ConfigurationError("--tiny says nothing of speed; give it an --output-dir.")
     require_packages(f"the bench {name!r}", PACKAGES, "cb_rollout")
     require_writable(folder)
-    # Imported late: torch and transformers take seconds to load.
-    from cb_rollout.tools.bench.run import run_workload
+    return folder
 
-    path = run_workload(name, module, sizes, arguments, folder)
-    sys.stdout.write(f"\nwritten to {path}\n")
+
+def _run(arguments: argparse.Namespace) -> int:
+    folder = checked_folder("rollout", arguments, OUTPUT_DIR)
+    # Imported late: torch and transformers take seconds to load.
+    from cb_rollout.tools.bench.run import run_rollout
+
+    print(f"\nwritten to {run_rollout(arguments, folder)}")
     return 0

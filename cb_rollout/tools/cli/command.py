@@ -30,20 +30,6 @@ EXIT_INTERRUPTED = 130
 class CommandParser(argparse.ArgumentParser):
     """Parser of a command, which knows the option of each setting."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._flags: dict[str, str] = {}
-        """Options by the name of their setting in Python."""
-        super().__init__(*args, **kwargs)
-
-    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        action = super().add_argument(*names, **settings)
-        # `--no-progress-bar` sets progress_bar=False, so it is no other name of the setting.
-        if action.option_strings and action.const is not False:
-            self._flags[action.dest] = action.option_strings[0]
-            if action.dest in SYNONYMS:
-                self._flags[SYNONYMS[action.dest]] = action.option_strings[0]
-        return action
-
     def set_run(self, run: Callable[[argparse.Namespace], int]) -> None:
         """Make `run` the command, and put its errors into a line that names options."""
 
@@ -65,14 +51,17 @@ class CommandParser(argparse.ArgumentParser):
         "max_memory_percent=40.0" becomes "--max-memory-percent 40.0". A name that is a common word,
         such as "seed", is a setting only before "=".
         """
+        # `--no-progress-bar` sets progress_bar=False, so it is no other name of the setting.
+        actions = [x for x in self._actions if x.option_strings and x.const is not False]
+        flags = {SYNONYMS.get(x.dest, x.dest): x.option_strings[0] for x in actions}
+        flags |= {x.dest: x.option_strings[0] for x in actions}
 
         def option(match: re.Match[str]) -> str:
             name, equals, value = match.groups()
-            if name not in self._flags or not (equals or "_" in name):
+            if name not in flags or not (equals or "_" in name):
                 return match[0]
-            if equals and value != "True":
-                return f"{self._flags[name]} {(value or '').strip(QUOTE)}"
-            return self._flags[name]
+            has_value = equals and value != "True"
+            return f"{flags[name]} {(value or '').strip(QUOTE)}" if has_value else flags[name]
 
         return SETTING.sub(option, text)
 

@@ -1,27 +1,30 @@
 """Generate completions of a data set: check, load, generate, score and write.
 
 Own the order of these steps: everything is checked before the model loads, and every result is
-written as its sequence completes. One thread calls it.
+written as its sequence completes. Sequences are submitted only as many as keep the batch full. One
+thread encodes and submits; the manager's thread generates meanwhile.
 """
 
 import hashlib
-import json
 import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.images.processor import ImagePrompt
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
+from cb_rollout.rollout.prompts import Encoded
 from cb_rollout.tools.dataset.options import DatasetOptions
 from cb_rollout.tools.dataset.results import ResultFile
 from cb_rollout.tools.dataset.rows import Row, RowEncoder, create_source, rows, survey
@@ -34,8 +37,16 @@ from cb_rollout.tools.dataset.scores import (
     summaries,
     table,
 )
-from cb_rollout.tools.dataset.stream import CompletionStream
 from cb_rollout.types import GenerationOutput
+
+# A full batch runs and another waits, so that a completed sequence is replaced at once.
+BATCHES_IN_FLIGHT = 2
+
+# Longest completion where none is asked for.
+DEFAULT_NEW_TOKENS = 512
+
+# Longest wait for a completed sequence.
+POLL_SECONDS = 0.25
 
 # Interval of the progress bar, and of its lines in a log file.
 PROGRESS_SECONDS = 1.0
@@ -152,9 +163,15 @@ def generate_dataset(
         num_tokens = 0
         num_wanted = found.num_rows * chosen.num_return_sequences
         if num_resumed < num_wanted:
-            run = _Run(model, tokenizer, encoder, chosen, results, scorer)
+            manager, params = _create_manager(model, tokenizer, chosen)
             wanted = _missing(rows(source), results, chosen.num_return_sequences)
-            num_tokens = run.run(wanted, num_wanted, progress_bar)
+            completed = (
+                [_result(tokenizer, scorer, sequence) for sequence in sequences]
+                for sequences in CompletionStream(manager, params, encoder.encoded).completed(
+                    wanted
+                )
+            )
+            num_tokens = _write(results, completed, manager, num_wanted, progress_bar)
         return DatasetReport(
             output=os.fspath(output),
             num_rows=found.num_rows,
@@ -169,80 +186,151 @@ def generate_dataset(
         )
 
 
-class _Run:
+class CompletedSequence(NamedTuple):
+    """A completed or failed sequence of a row."""
+
+    row: Row
+    sample: int
+    """Number among the row's sequences, from 0."""
+    output: GenerationOutput | None
+    """None: the request was refused."""
+    error: str | None
+
+
+class CompletionStream:
+    """Submission and completion of the sequences of rows, by a manager that is started before.
+
+    Without `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, and no more than the model
+    takes. With a seed, tokens depend on it, the row's id and the sequence's number only. `encoded`
+    encodes a row, and may raise `InvalidRequestError`.
+    """
+
     def __init__(
         self,
-        model: torch.nn.Module,
-        tokenizer: Any,
-        encoder: RowEncoder,
-        options: DatasetOptions,
-        results: ResultFile,
-        scorer: Scorer | None,
+        manager: ContinuousBatchingManager,
+        params: SamplingParams,
+        encoded: Callable[[Row], Encoded],
     ) -> None:
-        is_plain = options.generation_config == "none"
-        self._manager = ContinuousBatchingManager(
-            model,
-            GenerationConfig(do_sample=True) if is_plain else None,
-            options.rollout_config(),
-            tokenizer=tokenizer,
-        )
-        params = options.sampling_params(self._manager.defaults)
-        if params.is_greedy and options.num_return_sequences > 1:
-            raise ConfigurationError(
-                f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
-                "equal; set a temperature above 0, or generation_config='none'."
-            )
-        self._stream = CompletionStream(self._manager, params, encoder.encoded)
-        self._tokenizer, self._results, self._scorer = tokenizer, results, scorer
+        self._manager, self._params, self._encoded = manager, params, encoded
+        self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
+        self._in_flight: dict[str, tuple[Row, int]] = {}
+        self._output_queue = OutputQueue()
 
-    def run(
-        self, wanted: Iterator[tuple[Row, list[int]]], num_wanted: int, progress_bar: bool
-    ) -> int:
-        """Generate and write the wanted sequences; return the number of sampled tokens."""
-        counters = self._manager.counters
-        bar = tqdm(
-            total=num_wanted,
-            initial=self._results.num_done,
-            disable=not progress_bar,
-            unit="seq",
-            mininterval=PROGRESS_SECONDS,
-            smoothing=0.05,
-        )
-        started = time.perf_counter()
-        self._manager.start()
+    def completed(
+        self, wanted: Iterator[tuple[Row, list[int]]]
+    ) -> Iterator[list[CompletedSequence]]:
+        """Generate sequences; yield the completed ones, at least every `POLL_SECONDS`.
+
+        `wanted` has rows, and the numbers of their sequences; it is read as room allows.
+        """
+        upcoming = next(wanted, None)
+        while upcoming or self._in_flight:
+            completed: list[CompletedSequence] = []
+            while upcoming and (
+                not self._in_flight
+                or len(self._in_flight) + len(upcoming[1]) <= self._max_in_flight
+            ):
+                completed += self._submit(*upcoming)
+                upcoming = next(wanted, None)
+            if self._in_flight:
+                output = self._output_queue.take(timeout=POLL_SECONDS)
+                while output is not None:
+                    row, sample = self._in_flight.pop(output.request_id)
+                    completed.append(CompletedSequence(row, sample, output, output.error))
+                    output = self._output_queue.take(timeout=0)
+            yield completed
+
+    def _submit(self, row: Row, samples: list[int]) -> list[CompletedSequence]:
+        """Submit a row's sequences as a group; return them as failed if they are refused."""
+        params = self._params
+        if params.seed is not None:
+            digest = hashlib.blake2b(repr((params.seed, row.id)).encode(), digest_size=7).digest()
+            params = replace(params, seed=int.from_bytes(digest))
         try:
-            with bar:
-                for completed in self._stream.completed(wanted):
-                    if completed:
-                        self._results.append([self._result(*sequence) for sequence in completed])
-                    speed = counters.tokens_generated / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not completed)
-                    bar.update(len(completed))
-        except KeyboardInterrupt as interrupt:
-            raise KeyboardInterrupt(
-                f"interrupted: {self._results.num_done:,} of {num_wanted:,} sequences are in "
-                f"{self._results.path}; run the same again to resume."
-            ) from interrupt
-        finally:
-            self._manager.stop(timeout=0)
-        return counters.tokens_generated
+            prompt = self._encoded(row)
+            if params.max_new_tokens is None:
+                token_ids = prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt
+                params = replace(params, max_length=len(token_ids) + DEFAULT_NEW_TOKENS)
+            requests = self._manager.create_requests([prompt], [params], members=samples)
+        except InvalidRequestError as error:
+            return [CompletedSequence(row, sample, None, str(error)) for sample in samples]
+        self._manager.submit(requests, self._output_queue)
+        for request, sample in zip(requests, samples, strict=True):
+            self._in_flight[request.request_id] = (row, sample)
+        return []
 
-    def _result(
-        self, row: Row, sample: int, output: GenerationOutput | None, error: str | None
-    ) -> dict[str, Any]:
-        result: dict[str, Any] = {"id": row.id, "sample": sample, **row.values}
-        if output is not None:
-            tokens = output.generated_tokens
-            result["completion"] = self._tokenizer.decode(tokens, skip_special_tokens=True)
-            result["token_ids"] = tokens
-            result["finish_reason"] = output.finish_reason
-            if output.logprobs:
-                result["logprobs"] = output.logprobs
-        if error is not None:
-            result["error"] = f"{row.label}: {error}"
-        elif self._scorer is not None:
-            result["scores"] = scores_of(self._scorer, result, row.label)
-        return result
+
+def _create_manager(
+    model: torch.nn.Module, tokenizer: Any, options: DatasetOptions
+) -> tuple[ContinuousBatchingManager, SamplingParams]:
+    """Create the engine of a run, and return it with the parameters of every sequence."""
+    is_plain = options.generation_config == "none"
+    manager = ContinuousBatchingManager(
+        model,
+        GenerationConfig(do_sample=True) if is_plain else None,
+        options.rollout_config(),
+        tokenizer=tokenizer,
+    )
+    params = options.sampling_params(manager.defaults)
+    if params.is_greedy and options.num_return_sequences > 1:
+        raise ConfigurationError(
+            f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
+            "equal; set a temperature above 0, or generation_config='none'."
+        )
+    return manager, params
+
+
+def _write(
+    results: ResultFile,
+    completed: Iterator[list[dict[str, Any]]],
+    manager: ContinuousBatchingManager,
+    num_wanted: int,
+    progress_bar: bool,
+) -> int:
+    """Generate and write the results of `completed`; return the number of sampled tokens."""
+    bar = tqdm(
+        total=num_wanted,
+        initial=results.num_done,
+        disable=not progress_bar,
+        unit="seq",
+        mininterval=PROGRESS_SECONDS,
+        smoothing=0.05,
+    )
+    started = time.perf_counter()
+    manager.start()
+    try:
+        with bar:
+            for new in completed:
+                if new:
+                    results.append(new)
+                speed = manager.counters.tokens_generated / (time.perf_counter() - started)
+                bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not new)
+                bar.update(len(new))
+    except KeyboardInterrupt as interrupt:
+        raise KeyboardInterrupt(
+            f"interrupted: {results.num_done:,} of {num_wanted:,} sequences are in "
+            f"{results.path}; run the same again to resume."
+        ) from interrupt
+    finally:
+        manager.stop(timeout=0)
+    return manager.counters.tokens_generated
+
+
+def _result(tokenizer: Any, scorer: Scorer | None, sequence: CompletedSequence) -> dict[str, Any]:
+    row, sample, output, error = sequence
+    result: dict[str, Any] = {"id": row.id, "sample": sample, **row.values}
+    if output is not None:
+        tokens = output.generated_tokens
+        result["completion"] = tokenizer.decode(tokens, skip_special_tokens=True)
+        result["token_ids"] = tokens
+        result["finish_reason"] = output.finish_reason
+        if output.logprobs:
+            result["logprobs"] = output.logprobs
+    if error is not None:
+        result["error"] = f"{row.label}: {error}"
+    elif scorer is not None:
+        result["scores"] = scores_of(scorer, result, row.label)
+    return result
 
 
 def _check_output(dataset: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
@@ -265,14 +353,8 @@ def _missing(
 
 def _digest_of_weights(model: PreTrainedModel) -> str:
     """Hash each parameter's name, shape, dtype and bytes."""
-
-    def described(named: tuple[str, torch.Tensor]) -> list[Any]:
-        name, parameter = named
-        data = parameter.detach().flatten().cpu().view(torch.uint8).numpy().data
-        digest = hashlib.sha256(data).hexdigest()
-        return [name, list(parameter.shape), str(parameter.dtype), digest]
-
-    # Hashing runs outside Python's lock.
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as threads:
-        parameters = list(threads.map(described, model.named_parameters()))
-    return hashlib.sha256(json.dumps(parameters).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(parameter.detach().flatten().cpu().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

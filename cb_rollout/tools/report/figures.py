@@ -1,30 +1,23 @@
-"""Figures of a report: metrics, axes, titles, legends and captions.
+"""Figures of a report: numbers by step, and a table of panels, each drawn for one run or for two.
 
-A figure whose records are missing is an empty string.
+A panel whose records are missing is an empty string. Of a step that was recorded several times (by
+a resumed run, say), the last metrics count. Every function is pure.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from itertools import chain
-from typing import Any
+from typing import NamedTuple
 
-from cb_rollout.metrics.run_records import StepMetrics
-from cb_rollout.tools.report.series import (
-    GroupKind,
-    Quantiles,
-    RecordedStep,
-    completion_lengths,
-    group_shares,
-    quantiles,
-    series,
-    smoothed,
-    smoothing_window,
-)
+from cb_rollout.metrics.run_records import Mode, StepMetrics
 from cb_rollout.tools.report.svg import (
-    Axis,
     Band,
     Curve,
     Point,
+    Span,
     compact,
     curve_chart,
     linear_axis,
@@ -33,7 +26,7 @@ from cb_rollout.tools.report.svg import (
     scientific,
 )
 
-Span = tuple[float, float, float]
+Metrics = Sequence[StepMetrics]
 
 # The verification against a plain forward first; TRL's own difference is recorded on more steps.
 DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/max")
@@ -41,264 +34,172 @@ DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/ma
 # Below the resolution of a float32 log-probability; drawn as zero, which a log axis cannot show.
 DRIFT_FLOOR = 1e-9
 
-# More dots hide their line.
-MAX_DOTS = 30
+# A wider window would smooth away the changes of a long run.
+MAX_WINDOW = 51
 
-# A line of more points looks like a band, so its moving mean is drawn over it.
-MAX_JAGGED_POINTS = 300
-
-# Title, note, title for screen readers, and what follows a value.
-THROUGHPUT = ("Throughput", "sampled tokens per second of rollout", "Tokens per second", "tokens/s")
-SHARE = ("Rollout's share of a step", "of its wall-clock time", "Share of rollout", "of the step")
-ROUTES = (
-    "Routes",
-    "router choices that differ from the rollout's, unreplayed",
-    "Router choices that differ from the rollout's",
-    "of the choices",
-)
-
-GROUP_STYLES = {GroupKind.SOLVED: "a", GroupKind.MIXED: "raw", GroupKind.UNSOLVED: "b"}
+# Of two curves: those of a panel, or those of two runs.
+STYLES = ("a", "b")
 
 
-def figures_html(metrics: Sequence[StepMetrics], steps: Mapping[int, RecordedStep]) -> str:
-    """Return every figure of a run, in order; `steps`: summaries of its recorded sequences."""
-    surprise = {step: quantiles(x.surprises) for step, x in steps.items() if x.surprises}
-    figures = (
-        _learning_figure(metrics),
-        _groups_figure(metrics),
-        _spread_figure(
-            _length_spread(metrics),
-            "Length of completions",
-            "median of each step and 10th to 90th percentile, tokens",
-        ),
-        _spread_figure(
-            surprise,
-            "Surprise and entropy",
-            "nats a token; surprise: minus the recorded sequences' mean log-probability",
-            other=("entropy in the loss", series(metrics, "entropy")),
-        ),
-        _staleness_figure(metrics),
-        _curve_figure(metrics, "rollout/tokens_per_second", THROUGHPUT),
-        _curve_figure(metrics, "rollout/step_share", SHARE, high=1, label=percent),
-        _drift_figure(metrics),
-        _curve_figure(metrics, "rollout/router_disagreement", ROUTES, label=percent),
-    )
-    return "\n".join(filter(None, figures))
+def series(metrics: Metrics, key: str, mode: Mode = "train") -> list[Point]:
+    """Return `(step, value)` of each step with the scalar `key`, by ascending step."""
+    values = {
+        record.step: record.scalars[key]
+        for record in metrics
+        if record.mode == mode and key in record.scalars
+    }
+    return sorted(values.items())
 
 
-def _learning_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Draw training reward by step with its standard deviation, its mean, and evaluation reward."""
+def reward_spread(metrics: Metrics) -> list[Span]:
+    """Return the mean reward less and plus its standard deviation, by ascending step."""
+    deviations = dict(series(metrics, "reward_std"))
     reward = series(metrics, "reward")
-    evaluation = series(metrics, "eval_reward", mode="eval")
-    spans = reward_spans(metrics)
-    deviations = dict(series(metrics, "reward_std"))
-    curves, keys = [Curve(reward, "a")], [("a", "training")]
-    if (window := smoothing_window(len(reward))) > 1:
-        curves = [Curve(reward, "raw"), Curve(smoothed(reward), "a")]
-        keys = [("raw", "training step"), ("a", f"mean over {window} steps")]
-    if evaluation:
-        curves.append(Curve(evaluation, "b", has_dots=len(evaluation) <= MAX_DOTS))
-        keys.append(("b", "evaluation"))
-    tips = [
-        (
-            step,
-            f"step {step:,}: reward {compact(value)}"
-            + (f" +- {compact(deviations[step])}" if step in deviations else ""),
-        )
-        for step, value in reward
-    ]
-    return steps_figure(
-        "Reward",
-        "mean of each step; band: one standard deviation" if spans else "mean of each step",
-        curves,
-        spoken=f"Reward over {len(reward) + len(evaluation)} steps",
-        tips=tips or tips_at(evaluation, lambda value: f"reward {compact(value)}"),
-        bands=[Band(spans, "a")],
-        keys=keys,
-        style="wide",
-    )
+    return [(s, x - deviations[s], x + deviations[s]) for s, x in reward if s in deviations]
 
 
-def _staleness_figure(metrics: Sequence[StepMetrics]) -> str:
-    mean = series(metrics, "rollout/staleness_mean")
-    return steps_figure(
-        "Staleness",
-        "policy versions from sampling to training",
-        [Curve(series(metrics, "rollout/staleness_max"), "raw"), Curve(mean, "a")],
-        spoken=f"Staleness over {len(mean)} steps",
-        tips=tips_at(mean, lambda value: f"mean {compact(value)} versions"),
-        keys=[("a", "mean"), ("raw", "largest")],
-        low=0,
-        num_ticks=4,
-    )
+def length_spread(metrics: Metrics) -> list[Span]:
+    """Return the 10th and the 90th percentile of completion lengths, by ascending step."""
+    lengths = {x.step: x.completion_lengths for x in metrics if x.mode == "train"}
+    spans = []
+    for step, values in sorted(lengths.items()):
+        if values:
+            # Python 3.11 has no quantiles of a single value.
+            several = values if len(values) > 1 else values * 2
+            low, *_, high = statistics.quantiles(several, n=10, method="inclusive")
+            spans.append((step, low, high))
+    return spans
 
 
-def _groups_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Draw the shares of solved, mixed and unsolved groups, on top of each other."""
-    shares = group_shares(metrics)
-    bands, floor = [], dict.fromkeys(shares, 0.0)
-    for kind, style in GROUP_STYLES.items():
-        top = {step: floor[step] + by_kind[kind] for step, by_kind in shares.items()}
-        bands.append(Band([(step, floor[step], top[step]) for step in shares], f"{style} solid"))
-        floor = top
-    return steps_figure(
-        "Groups",
-        "solved: the run's highest reward throughout; mixed: rewards differ",
-        [],
-        spoken=f"Solved and unsolved groups over {len(shares)} steps",
-        tips=[
-            (step, f"step {step:,}: " + ", ".join(f"{percent(x[k])} {k}" for k in GROUP_STYLES))
-            for step, x in shares.items()
-        ],
-        bands=bands,
-        keys=[(style, kind) for kind, style in GROUP_STYLES.items()],
-        low=0,
-        high=1,
-        num_ticks=4,
-        label=percent,
-    )
+def group_share(metrics: Metrics, *, solved: bool) -> list[Point]:
+    """Return the share of groups whose rewards differ, or of solved ones, by ascending step.
 
-
-def reward_spans(metrics: Sequence[StepMetrics]) -> list[Span]:
-    """Return reward less and plus its standard deviation, smoothed as the curve is."""
-    deviations = dict(series(metrics, "reward_std"))
-    reward = [(step, value) for step, value in series(metrics, "reward") if step in deviations]
-    low = smoothed([(step, value - deviations[step]) for step, value in reward])
-    high = smoothed([(step, value + deviations[step]) for step, value in reward])
-    return [(step, below, above) for (step, below), (_, above) in zip(low, high, strict=True)]
-
-
-def length_spans(metrics: Sequence[StepMetrics]) -> list[Span]:
-    """Return the 10th and the 90th percentile of the completion lengths, by ascending step."""
-    return _spread_spans(_length_spread(metrics))
-
-
-def _length_spread(metrics: Sequence[StepMetrics]) -> dict[int, Quantiles]:
-    return {step: quantiles(lengths) for step, lengths in completion_lengths(metrics).items()}
-
-
-def _spread_spans(spread: Mapping[int, Quantiles]) -> list[Span]:
-    return [(step, x.low, x.high) for step, x in spread.items()]
-
-
-def _spread_figure(
-    spread: Mapping[int, Quantiles],
-    title: str,
-    note: str,
-    other: tuple[str, Sequence[Point]] = ("", ()),
-) -> str:
-    """Draw the median of each step and its spread, and beside them a named scalar."""
-    name, second = other
-    middle = [(step, x.middle) for step, x in spread.items()]
-    curves = _with_mean(middle)
-    keys = [("a", "median, 10th to 90th percentile")] if spread else []
-    tips = [
-        (step, f"step {step:,}: {compact(q.middle)} ({compact(q.low)} to {compact(q.high)})")
-        for step, q in spread.items()
-    ]
-    if second:
-        curves.append(Curve(smoothed(second) if len(second) > MAX_JAGGED_POINTS else second, "b"))
-        keys.append(("b", name))
-    return steps_figure(
-        title,
-        note,
-        curves,
-        spoken=f"{title} over {len(middle) + len(second)} steps",
-        tips=tips or tips_at(second, lambda value: f"{name} {compact(value)}"),
-        bands=[Band(_spread_spans(spread), "a")],
-        keys=keys if second else (),
-        low=0,
-        num_ticks=4,
-    )
-
-
-def _curve_figure(
-    metrics: Sequence[StepMetrics],
-    key: str,
-    texts: tuple[str, str, str, str],
-    *,
-    high: float | None = None,
-    label: Callable[[float], str] = compact,
-) -> str:
-    """Draw a scalar from 0 on, by step; `texts` are those of `THROUGHPUT`."""
-    points = series(metrics, key)
-    title, note, spoken, unit = texts
-    return steps_figure(
-        title,
-        note,
-        _with_mean(points, is_filled=True),
-        spoken=f"{spoken} over {len(points)} steps",
-        tips=tips_at(points, lambda value: f"{label(value)} {unit}"),
-        low=0,
-        high=high,
-        num_ticks=4,
-        label=label,
-    )
-
-
-def _drift_figure(metrics: Sequence[StepMetrics]) -> str:
-    """Draw the largest difference of sampled and recomputed log-probabilities, by step."""
-    names = ("against a plain forward", "against the trainer's forward")
-    drifts = [
-        (style, name, points)
-        for style, name, key in zip("ab", names, DRIFT_KEYS, strict=True)
-        if (points := series(metrics, key))
-    ]
-    if not drifts:
-        return ""
-    values = [value for *_, points in drifts for _, value in points]
-    return steps_figure(
-        "Log-probability drift",
-        "largest of a step, nats",
-        [Curve(points, style, has_dots=len(points) <= MAX_DOTS) for style, _, points in drifts],
-        spoken=f"Log-probability drift over {len(values)} measurements, logarithmic",
-        tips=tips_at(drifts[-1][2], lambda value: f"{scientific(value)} nats"),
-        keys=[(style, name) for style, name, _ in drifts],
-        y=log_axis(values, floor=DRIFT_FLOOR),
-    )
-
-
-def steps_figure(
-    title: str,
-    note: str,
-    curves: Sequence[Curve],
-    *,
-    spoken: str,
-    tips: Sequence[tuple[float, str]],
-    bands: Sequence[Band] = (),
-    keys: Sequence[tuple[str, str]] = (),
-    style: str = "",
-    y: Axis | None = None,
-    **axis: Any,
-) -> str:
-    """Draw curves and bands by step, under a title, a note and a legend; empty without `tips`.
-
-    `spoken` is the title for screen readers, `keys` are pairs of style and name. Without a `y`
-    axis, a linear axis is made of all values, with the arguments `axis`.
+    Of a solved group each completion has the run's highest reward. Groups with a missing reward are
+    not counted.
     """
-    if not tips:
+    groups = {
+        x.step: [group for group in x.group_rewards if all(map(math.isfinite, group))]
+        for x in metrics
+        if x.mode == "train" and x.group_rewards
+    }
+    highest = max(chain.from_iterable(chain.from_iterable(groups.values())), default=0.0)
+
+    def counts(group: Sequence[float]) -> bool:
+        return min(group) == highest if solved else min(group) != max(group)
+
+    return [
+        (s, sum(map(counts, found)) / len(found)) for s, found in sorted(groups.items()) if found
+    ]
+
+
+def smoothing_window(num_points: int) -> int:
+    """Return the window of `smoothed`: odd, about a twelfth of the points, 1 below 24."""
+    return min(MAX_WINDOW, num_points // 12 | 1)
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Replace each value by the mean of the window around it, narrower at the ends."""
+    half, values = smoothing_window(len(points)) // 2, [value for _, value in points]
+    windows = (values[max(0, n - half) : n + half + 1] for n in range(len(points)))
+    return [
+        (step, sum(window) / len(window)) for (step, _), window in zip(points, windows, strict=True)
+    ]
+
+
+class Panel(NamedTuple):
+    """A curve by step, and what else a figure shows."""
+
+    title: str
+    note: str
+    curve: Callable[[Metrics], list[Point]]
+    """Compared between two runs."""
+    label: Callable[[float], str] = compact
+    other: tuple[str, str, Callable[[Metrics], list[Point]]] | None = None
+    """Names of the curve and of a second one, which a single run has beside it."""
+    spread: Callable[[Metrics], list[Span]] | None = None
+    low: float | None = 0
+    """The axis' low end; None: the values'."""
+    is_log: bool = False
+    style: str = ""
+
+
+def _scalar(key: str) -> Callable[[Metrics], list[Point]]:
+    return partial(series, key=key, mode="eval" if key.startswith("eval_") else "train")
+
+
+PANELS = (
+    Panel("Reward", "mean of each step; band: one standard deviation", _scalar("reward"),
+          other=("training", "evaluation", _scalar("eval_reward")), spread=reward_spread, low=None,
+          style="wide"),
+    Panel("Groups", "share whose rewards differ; solved: all have the run's highest reward",
+          partial(group_share, solved=False), percent,
+          ("rewards differ", "solved", partial(group_share, solved=True))),
+    Panel("Length of completions", "mean of each step, tokens; band: 10th to 90th percentile",
+          _scalar("completions/mean_length"), spread=length_spread),
+    Panel("Entropy", "in the loss, nats a token", _scalar("entropy")),
+    Panel("Staleness", "policy versions from sampling to training",
+          _scalar("rollout/staleness_mean"),
+          other=("mean", "largest", _scalar("rollout/staleness_max"))),
+    Panel("Throughput", "sampled tokens per second of rollout",
+          _scalar("rollout/tokens_per_second")),
+    Panel("Rollout's share of a step", "of its wall-clock time", _scalar("rollout/step_share"),
+          percent),
+    Panel("Log-probability drift", "largest of a step, nats", _scalar(DRIFT_KEYS[0]), scientific,
+          ("against a plain forward", "against the trainer's forward", _scalar(DRIFT_KEYS[1])),
+          is_log=True),
+    Panel("Routes", "router choices that differ from the rollout's, unreplayed",
+          _scalar("rollout/router_disagreement"), percent),
+)  # fmt: skip
+
+
+def figures_html(runs: Mapping[str, Metrics]) -> str:
+    """Return the figures of one run, or of two by their names."""
+    return "\n".join(filter(None, (_figure(panel, runs) for panel in PANELS)))
+
+
+def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
+    first = next(iter(runs.values()))
+    lines = [(name, panel.curve(metrics)) for name, metrics in runs.items()]
+    if len(runs) == 1:
+        name, other_name, other = panel.other or ("", "", lambda _: [])
+        lines = [(name, lines[0][1]), (other_name, other(first))]
+    drawn = [(style, *line) for style, line in zip(STYLES, lines, strict=True) if line[1]]
+    if not drawn:
         return ""
-    drawn = [*chain(*(x.points for x in curves)), *chain(*(x.spans for x in bands))]
-    steps = [step for step, *_ in drawn]
+    spans = [panel.spread(metrics) if panel.spread else [] for metrics in runs.values()]
+    bands = [Band(_smoothed(x), style) for x, style in zip(spans, STYLES, strict=False) if x]
+    # A second curve of one run is as it was recorded: its largest values matter.
+    curves = [
+        Curve(points if len(runs) == 1 and style == "b" else smoothed(points), style)
+        for style, _, points in drawn
+    ]
+    keys = [(style, name) for style, name, _ in drawn] if len(runs) + len(drawn) > 2 else []
+    if len(runs) == 1 and (window := smoothing_window(len(lines[0][1]))) > 1:
+        curves.insert(0, Curve(lines[0][1], "raw"))
+        keys += [("raw", f"each step; the line: mean over {window}")]
+    around = {step: span for step, *span in spans[0]} if len(runs) == 1 else {}
+    tips = [
+        (step, f"step {step:,}: {panel.label(value)}" + _range(around.get(step), panel.label))
+        for step, value in drawn[0][2]
+    ]
+    points = [*chain(*(x.points for x in curves)), *chain(*(x.spans for x in bands))]
+    steps, values = [x[0] for x in points], [value for _, *values in points for value in values]
     x = linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
-    y = y or linear_axis([value for _, *values in drawn for value in values], **axis)
-    chart = curve_chart(curves, x=x, y=y, title=spoken, tips=tips, bands=bands)
-    legend = "".join(
-        f'<span class="key {key_style}"><i></i>{escape(text)}</span>' for key_style, text in keys
-    )
+    y = linear_axis(values, low=panel.low, num_ticks=4, label=panel.label)
+    if panel.is_log:
+        y = log_axis(values, floor=DRIFT_FLOOR)
+    chart = curve_chart(curves, x=x, y=y, title=panel.title, tips=tips, bands=bands)
+    legend = "".join(f'<span class="key {s}"><i></i>{escape(text)}</span>' for s, text in keys)
     return (
-        f'<figure class="{style}"><figcaption><h2>{escape(title)}</h2><p>{escape(note)}</p>'
-        f'<p class="keys">{legend}</p></figcaption>{chart}</figure>'
+        f'<figure class="{panel.style}"><figcaption><h2>{escape(panel.title)}</h2>'
+        f'<p>{escape(panel.note)}</p><p class="keys">{legend}</p></figcaption>{chart}</figure>'
     )
 
 
-def _with_mean(points: Sequence[Point], *, is_filled: bool = False) -> list[Curve]:
-    """Return a curve, or where it would be too jagged, a raw curve and its moving mean."""
-    if len(points) <= MAX_JAGGED_POINTS:
-        return [Curve(points, "a", is_filled=is_filled)]
-    return [Curve(points, "raw"), Curve(smoothed(points), "a", is_filled=is_filled)]
+def _smoothed(spans: Sequence[Span]) -> list[Span]:
+    lows, highs = (smoothed([(span[0], span[end]) for span in spans]) for end in (1, 2))
+    return [(step, low, high) for (step, low), (_, high) in zip(lows, highs, strict=True)]
 
 
-def tips_at(points: Sequence[Point], text: Callable[[float], str]) -> list[tuple[float, str]]:
-    """Return the text shown when the pointer is over each step."""
-    return [(step, f"step {step:,}: {text(value)}") for step, value in points]
+def _range(span: Sequence[float] | None, label: Callable[[float], str]) -> str:
+    return f" ({label(span[0])} to {label(span[1])})" if span else ""

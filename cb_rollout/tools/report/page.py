@@ -1,5 +1,7 @@
 """Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
+A comparison of two runs has a table of key figures, and each panel with a curve of either.
+
 Own the content and order of the page; a part without records is left out. The page holds a few
 sequences; each step has a page of its own, within bounds, linked from a table. No page fetches
 anything. Loads no torch.
@@ -31,11 +33,10 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
-from cb_rollout.tools.report.figures import DRIFT_KEYS, figures_html
-from cb_rollout.tools.report.series import (
-    RecordedStep,
-    quantiles,
-    recorded_steps,
+from cb_rollout.tools.report.figures import (
+    DRIFT_KEYS,
+    STYLES,
+    figures_html,
     series,
     smoothed,
     smoothing_window,
@@ -44,6 +45,7 @@ from cb_rollout.tools.report.svg import compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
+COMPARISON_FILE = "comparison.html"
 PAGES_DIR = "report_pages"
 
 # The usual size of a group; three such steps load quickly on a phone.
@@ -52,11 +54,8 @@ MAX_SEQUENCES_PER_STEP = 8
 # A page of so many completions, each cut as in the report, opens on a phone.
 MAX_SEQUENCES_PER_PAGE = 64
 
-# About 110 bytes of HTML a token: all pages together stay near 200 MB.
-MAX_TOKENS_ON_PAGES = 2_000_000
-
-# Rows of the table in the report.
-MAX_STEPS_WITH_PAGES = 2_000
+# Rows of the table in the report. A page of four long completions takes 400 kB.
+MAX_STEPS_WITH_PAGES = 500
 
 # What a browser may load: what is inside the page alone.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -84,10 +83,9 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     runs = list_runs(run_dir)
     run = chosen_run(runs, run_id)
     metrics, counts = read_metrics(run_dir, run), run.num_sequences
-    steps = recorded_steps(iterate_rollouts(run_dir, run))
     rollouts = _sequences_shown(run_dir, run)
     name = run_name(run_dir)
-    figures = figures_html(metrics, steps)
+    figures = figures_html({name: metrics})
     charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
     numbers = "".join(
         f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
@@ -101,12 +99,12 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
 <dl class="figures">{numbers}</dl>
 </header>
 {charts}
-{_completions(steps, rollouts, run_dir)}
+{_completions(counts, rollouts, run_dir)}
 <footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
 {sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
     )
-    if steps:
-        write_pages(run_dir, run, steps, name)
+    if counts:
+        write_pages(run_dir, run, name)
     path = run_dir / REPORT_FILE
     write_whole(path, page.encode())
     return path
@@ -165,7 +163,7 @@ def _sequences_shown(run_dir: Path, run: Run) -> dict[int, list[SequenceRecord]]
 
 
 def _completions(
-    steps: Mapping[int, RecordedStep],
+    counts: Mapping[int, int],
     rollouts: Mapping[int, Sequence[SequenceRecord]],
     run_dir: Path,
 ) -> str:
@@ -173,45 +171,40 @@ def _completions(
         return ""
     sections = "".join(
         f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of '
-        f"{steps[step].num_sequences:,} recorded sequences</span></h3>"
+        f"{counts[step]:,} recorded sequences</span></h3>"
         f"{sequences_html(shown, partial(read_image, run_dir))}</section>"
         for step, shown in rollouts.items()
     )
     lead = (
-        f"From {len(rollouts)} of {len(steps):,} recorded steps. A tint says how unlikely a token "
+        f"From {len(rollouts)} of {len(counts):,} recorded steps. A tint says how unlikely a token "
         "was when it was sampled; point at it for its log-probability, token id and policy version."
     )
     return (
         f'<section class="completions"><h2>Completions</h2><p class="lead">{lead}</p>'
-        f"{pages_table(steps)}{legend_html()}{sections}</section>"
+        f"{pages_table(counts)}{legend_html()}{sections}</section>"
     )
 
 
-def steps_with_pages(steps: Mapping[int, RecordedStep]) -> list[int]:
-    """Return the steps whose sequences get pages: all, or evenly spread ones within the bounds."""
-    known = list(steps)
-    num = min(len(known), MAX_STEPS_WITH_PAGES)
-    while num > 1:
-        chosen = [known[place * (len(known) - 1) // (num - 1)] for place in range(num)]
-        if sum(steps[step].num_tokens for step in chosen) <= MAX_TOKENS_ON_PAGES:
-            return chosen
-        num = num * 9 // 10
-    return known[-1:]
+def steps_with_pages(steps: Sequence[int]) -> list[int]:
+    """Return the steps whose sequences get pages: all, or as many evenly spread ones as may."""
+    num = min(len(steps), MAX_STEPS_WITH_PAGES)
+    return [steps[place * (len(steps) - 1) // max(1, num - 1)] for place in range(num)]
 
 
-def write_pages(run_dir: Path, run: Run, steps: Mapping[int, RecordedStep], name: str) -> None:
+def write_pages(run_dir: Path, run: Run, name: str) -> None:
     """Write a page of each chosen step in place of those of an earlier report."""
     folder = run_dir / PAGES_DIR
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    waiting: dict[int, list[SequenceRecord]] = {step: [] for step in steps_with_pages(steps)}
+    counts = run.num_sequences
+    waiting: dict[int, list[SequenceRecord]] = {s: [] for s in steps_with_pages(list(counts))}
     # A step's records are adjacent but for evaluations, so that few steps wait at a time.
     for record in iterate_rollouts(run_dir, run, waiting.keys()):
         if (records := waiting.get(record.step)) is None:
             continue
         records.append(record)
-        if len(records) == _num_on_page(steps[record.step]):
-            content = _page_of_step(name, run_dir, records, steps[record.step])
+        if len(records) == min(counts[record.step], MAX_SEQUENCES_PER_PAGE):
+            content = _page_of_step(name, run_dir, records, counts[record.step])
             write_whole(folder / page_file(record.step), content.encode())
             del waiting[record.step]
 
@@ -221,41 +214,30 @@ def page_file(step: int) -> str:
     return f"step_{step}.html"
 
 
-def pages_table(steps: Mapping[int, RecordedStep]) -> str:
+def pages_table(counts: Mapping[int, int]) -> str:
     """Return the table of the steps with pages, closed until it is asked for."""
-    chosen = steps_with_pages(steps)
-    rows = "".join(_steps_row(step, steps[step]) for step in chosen)
-    num = sum(_num_on_page(steps[step]) for step in chosen)
-    total = sum(found.num_sequences for found in steps.values())
+    chosen = steps_with_pages(list(counts))
+    rows = "".join(
+        f'<tr><td><a href="{PAGES_DIR}/{page_file(step)}">{step:,}</a></td>'
+        f"<td>{counts[step]:,}</td></tr>"
+        for step in chosen
+    )
+    num = sum(min(counts[step], MAX_SEQUENCES_PER_PAGE) for step in chosen)
+    total = sum(counts.values())
     claim = f"All {num:,}" if num == total else f"{num:,} of {total:,}"
     return (
         f'<details class="pages"><summary>{claim} recorded sequences, by step</summary>'
-        "<table><thead><tr><th>step</th><th>sequences</th><th>tokens</th><th>median reward</th>"
-        f"</tr></thead><tbody>{rows}</tbody></table></details>"
+        f"<table><thead><tr><th>step</th><th>sequences</th></tr></thead><tbody>{rows}</tbody>"
+        "</table></details>"
     )
 
 
-def _steps_row(step: int, found: RecordedStep) -> str:
-    reward = compact(quantiles(found.rewards).middle) if found.rewards else "&ndash;"
-    link = f'<a href="{PAGES_DIR}/{page_file(step)}">{step:,}</a>'
-    return (
-        f"<tr><td>{link}</td><td>{found.num_sequences:,}</td><td>{found.num_tokens:,}</td>"
-        f"<td>{reward}</td></tr>"
-    )
-
-
-def _num_on_page(found: RecordedStep) -> int:
-    return min(found.num_sequences, MAX_SEQUENCES_PER_PAGE)
-
-
-def _page_of_step(
-    name: str, run_dir: Path, records: Sequence[SequenceRecord], found: RecordedStep
-) -> str:
+def _page_of_step(name: str, run_dir: Path, records: Sequence[SequenceRecord], num: int) -> str:
     return html_page(
         name,
         f"""<header class="top">
 <p class="kicker">{visible_html(name)} &middot; <a href="../report.html">report</a></p>
-<h1>Step {records[0].step:,}, {len(records):,} of {found.num_sequences:,} sequences</h1>
+<h1>Step {records[0].step:,}, {len(records):,} of {num:,} sequences</h1>
 </header>
 <section class="completions">{legend_html()}
 {sequences_html(records, partial(read_image, run_dir))}</section>""",
@@ -293,3 +275,77 @@ def html_page(name: str, content: str) -> str:
 </body>
 </html>
 """
+
+
+def write_comparison(
+    run_dir: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+    run_ids: Sequence[str | None] = (None, None),
+) -> Path:
+    """Write `comparison.html` about two runs beside the records of the first.
+
+    `run_ids` are a run of each directory, which may be the same; None: the last.
+
+    Raises:
+        ConfigurationError: a run has no metrics, a record cannot be read, or the page cannot
+            be written.
+    """
+    try:
+        folders = [find_run_dir(run_dir), find_run_dir(other)]
+        runs = [chosen_run(list_runs(f), i) for f, i in zip(folders, run_ids, strict=True)]
+        if folders[0].resolve() == folders[1].resolve() and runs[0] == runs[1]:
+            raise ConfigurationError(f"{run_dir} and {other} are one run; name two.")
+        metrics = [read_metrics(f, run) for f, run in zip(folders, runs, strict=True)]
+        for folder, found in zip(folders, metrics, strict=True):
+            if not found:
+                raise ConfigurationError(
+                    f"{folder} holds no metrics to compare; report after the run's first step."
+                )
+        path = folders[0] / COMPARISON_FILE
+        write_whole(path, _comparison(_names(folders, runs), runs, metrics).encode())
+        return path
+    except OSError as error:
+        raise unusable(run_dir, error) from error
+
+
+def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
+    """Return names that differ: of the directories, with their path or their run if need be."""
+    names = [run_name(folder) for folder in folders]
+    if names[0] != names[1]:
+        return names
+    if folders[0].resolve() != folders[1].resolve():
+        return [str(folder) for folder in folders]
+    return [f"{names[0]} {run.run_id}" for run in runs]
+
+
+def _comparison(
+    names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Sequence[StepMetrics]]
+) -> str:
+    # Label and value of each key figure, without its note.
+    figures = [
+        {label: value for label, value, _ in key_figures(found, run.num_sequences)}
+        for found, run in zip(metrics, runs, strict=True)
+    ]
+    rows = "".join(
+        f"<tr><th>{label}</th>"
+        + "".join(f"<td>{figures[side].get(label, '&ndash;')}</td>" for side in (0, 1))
+        + "</tr>"
+        for label in figures[0] | figures[1]
+    )
+    heads = "".join(
+        f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
+        for style, name in zip(STYLES, names, strict=True)
+    )
+    sources = f"cb_rollout {__version__}, from {len(metrics[0]):,} and {len(metrics[1]):,} records."
+    return html_page(
+        " and ".join(names),
+        f"""<header class="top">
+<p class="kicker">Two runs</p>
+<h1>{visible_html(names[0])} <i>and</i> {visible_html(names[1])}</h1>
+<table class="runs"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>
+</header>
+<section class="charts">
+{figures_html(dict(zip(names, metrics, strict=True)))}
+</section>
+<footer>{escape(sources)}</footer>""",
+    )

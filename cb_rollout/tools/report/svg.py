@@ -9,11 +9,18 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from typing import NamedTuple
 
 Point = tuple[float, float]
 
+# An x with a low and a high value; several are by ascending x.
+Span = tuple[float, float, float]
+
 # More hover bands would be too narrow to point at.
 MAX_TIPS = 200
+
+# More dots hide their line.
+MAX_DOTS = 30
 
 # Units of the stretched viewport: 0.1 percent is finer than a pixel.
 SPAN = 1000
@@ -38,24 +45,18 @@ class Axis:
         return (value - low) / (high - low)
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Points drawn as a line, perhaps with dots."""
+class Curve(NamedTuple):
+    """Points drawn as a line; with dots, if they are few."""
 
     points: Sequence[Point]
     style: str
     """A class of `report.css`."""
-    has_dots: bool = False
-    is_filled: bool = False
-    """Tint the area down to the axis."""
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
+class Band(NamedTuple):
     """A tinted area between two values of each x."""
 
-    spans: Sequence[tuple[float, float, float]]
-    """Pairs of low and high by x, as `(x, low, high)`, by ascending x."""
+    spans: Sequence[Span]
     style: str
     """A class of `report.css`."""
 
@@ -198,17 +199,12 @@ def _path(curve: Curve, x: Axis, y: Axis) -> str:
     if not curve.points:
         return ""
     corners = _corners(curve.points, x, y)
-    line = f'<path class="line {curve.style}" d="M{"L".join(corners)}"/>'
-    if not curve.is_filled:
-        return line
-    first, last = (corner.split()[0] for corner in (corners[0], corners[-1]))
-    area = f"M{'L'.join(corners)}L{last} {SPAN}L{first} {SPAN}Z"
-    return f'<path class="area {curve.style}" d="{area}"/>{line}'
+    return f'<path class="line {curve.style}" d="M{"L".join(corners)}"/>'
 
 
 def _dots(curve: Curve, x: Axis, y: Axis) -> str:
     # A line gets a dot at its end, without which a single point is invisible.
-    points = curve.points if curve.has_dots else curve.points[-1:]
+    points = curve.points if len(curve.points) <= MAX_DOTS else curve.points[-1:]
     return "".join(
         f'<circle class="dot {curve.style}" cx="{_across(at, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
         for at, up in points

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.timing import throughputs
 from benchmarks.peers.contenders import ours_at_temperature
 from benchmarks.sizes import Setup
 from cb_rollout import RolloutConfig, SamplingParams
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray import RolloutPool
 from cb_rollout.tools.bench.contenders import Contender, Run
-from cb_rollout.tools.bench.timing import throughputs, timed
+from cb_rollout.tools.bench.run import timed
 from cb_rollout.tools.bench.workload import SEED, Workload, create_model, long_tailed
 
 PARAMS = SamplingParams(ignore_eos=True)

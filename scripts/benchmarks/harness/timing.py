@@ -3,16 +3,13 @@
 Turns are interleaved, so that a slow spell of the machine affects every contender alike.
 """
 
-import statistics
 import threading
-import time
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import psutil
-import torch
 
 from cb_rollout.tools.bench.contenders import Contender
+from cb_rollout.tools.bench.run import summary, timed
 from cb_rollout.tools.bench.workload import Workload
 
 # Reading the resident size takes microseconds; a decode step takes about this long.
@@ -57,21 +54,6 @@ class ResidentPeak:
         self.sample()
 
 
-def synchronize() -> None:
-    """Wait until the GPU, if any, has finished."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Return the seconds that `work` takes, the GPU's work included."""
-    synchronize()
-    started = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - started
-
-
 def take_turn(
     contender: Contender,
     model: Any,
@@ -107,13 +89,6 @@ def interleaved(
             turns[name].append(turn)
             print(f"  {repetition + 1}/{repetitions} {name:<28}{turn.seconds:8.2f} s", flush=True)
     return turns
-
-
-def summary(values: list[float], unit: str, settings: str | None = None) -> dict[str, Any]:
-    """Return median, minimum and maximum, with the unit and the contender's settings."""
-    figures: dict[str, Any] = {"median": statistics.median(values), "unit": unit}
-    figures |= {"min": min(values), "max": max(values)}
-    return figures if settings is None else figures | {"settings": settings}
 
 
 def throughput(contender: Contender, turns: list[Turn], num_tokens: int) -> dict[str, Any]:
