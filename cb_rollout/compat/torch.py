@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,6 +15,7 @@ from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.patching import replacing
@@ -209,10 +210,71 @@ def has_hooks(model: torch.nn.Module) -> bool:
         return True
     for module in model.modules():
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        names = (getattr(hook, "__qualname__", "") for hook in hooks)
-        if not all(name.startswith(CAPTURED_HOOKS) for name in names):
+        if not all(map(_is_captured, hooks)):
             return True
     return False
+
+
+# Libraries whose hooks and replaced forwards shard a model, or compute the same in another way.
+_SAME_FORWARD = (
+    *("accelerate.", "cb_rollout.", "deepspeed.", "liger_kernel.", "peft.", "trl."),
+    *("torch._dynamo.", "torch.distributed.", "transformers.integrations."),
+)
+
+
+def changed_forwards(model: torch.nn.Module) -> list[str]:
+    """Return the names of modules that compute something else than their class does.
+
+    They have a hook, or a `forward` of their own, that none of some libraries put there. Another
+    `forward` of the whole model counts unless it wraps that of its class.
+    """
+    own = inspect.unwrap(type(model).forward)
+
+    def is_changed(module: torch.nn.Module) -> bool:
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        changes = [hook for hook in hooks if not _is_captured(hook)]
+        forward = vars(module).get("forward")
+        inner = inspect.unwrap(getattr(forward, "__func__", forward)) if forward else own
+        if inner is not own or module is not model:
+            changes += [forward] if forward else []
+        return not all(_defined_in(change).startswith(_SAME_FORWARD) for change in changes)
+
+    return [name or "the model" for name, module in model.named_modules() if is_changed(module)]
+
+
+def _is_captured(hook: object) -> bool:
+    return getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS)
+
+
+def _defined_in(function: Any) -> str:
+    """Return the module of a function's code, whatever it says to wrap, with a dot at the end."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    names = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
+    return f"{names['__name__']}."
+
+
+class OptimizerSteps:
+    """Count the optimizer steps that write a model's parameters (torch 2.11 to 2.13).
+
+    torch counts no write by a fused optimizer on the parameters themselves.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.count = 0
+        counter, counted = weakref.ref(self), weakref.ref(model)
+
+        def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            steps, model = counter(), counted()
+            if steps is None or model is None:
+                return
+            held = {id(parameter) for parameter in model.parameters()}
+            stepped = (p for group in optimizer.param_groups for p in group["params"])
+            steps.count += any(id(parameter) in held for parameter in stepped)
+
+        handle = register_optimizer_step_post_hook(count)
+        weakref.finalize(self, handle.remove)
 
 
 # OpenMP 5.0's omp_pause_soft: keep settings, end threads.

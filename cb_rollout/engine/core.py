@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import weight_writes
+from cb_rollout.compat.torch import OptimizerSteps
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
@@ -55,7 +56,7 @@ _LOGGER = logging.getLogger(__name__)
 class Engine:
     """Generates tokens with one model, by continuous batching over a paged cache."""
 
-    _weights_seen: list[tuple[int, int]] | None = None
+    _weights_seen: tuple[int, list[tuple[int, int]]] | None = None
     """Writes to the weights when this policy version computed last; None: it has not."""
     _warned_of = ""
     """The slower paths that were logged last."""
@@ -125,6 +126,7 @@ class Engine:
             # allocated and written there alone, so the allocator needs no record of other streams.
             self._executor.stream = torch.cuda.Stream(self.device, priority=-1)
         self._given = devices.record_event(self.device)
+        self._optimizer_steps = OptimizerSteps(self.model)
 
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
@@ -330,7 +332,8 @@ class Engine:
     def _notice_changed_weights(self) -> None:
         if self.runs_a_copy:
             return
-        seen, now = self._weights_seen, weight_writes(self.model)
+        seen = self._weights_seen
+        now = self._optimizer_steps.count, weight_writes(self.model)
         if seen is not None and seen != now:
             self._forget_keys(self.policy_version + 1)
             _LOGGER.warning(

@@ -4,7 +4,6 @@
 `RolloutGenerator` calls `create_weight_sync`.
 """
 
-import inspect
 import logging
 from typing import Any
 
@@ -22,7 +21,7 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.engine.model.precision import Precision, rollout_precision
-from cb_rollout.errors import ConfigurationError, WeightSyncError, error_text
+from cb_rollout.errors import ConfigurationError, WeightSyncError, abbreviated, error_text
 from cb_rollout.weights.adapters import has_adapters
 from cb_rollout.weights.base import SharedWeights, WeightSynchronizer, require_equal
 from cb_rollout.weights.copied import CopiedWeights
@@ -68,7 +67,7 @@ def create_weight_sync(
         elif has_adapters(module):
             return _with_adapters(model, config, precision, optimizer)
         else:
-            is_copied = not hf_compat.is_quantized(module) and casts_weights(module, precision)
+            is_copied = _pays_as_copy(module, precision)
             weight_sync = WeightSync.COPY if is_copied else WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
@@ -79,6 +78,18 @@ def create_weight_sync(
         raise refused("copy, quantised")
     device = getattr(accelerator, "device", None)
     return CopiedWeights(model, precision, device, tensor_parallel_size)
+
+
+def _pays_as_copy(module: PreTrainedModel, precision: Precision) -> bool:
+    """Return whether a copy holds weights cast that the training module would cast in each step."""
+    if hf_compat.is_quantized(module) or not casts_weights(module, precision):
+        return False
+    changed = torch_compat.changed_forwards(module)
+    # Only a copy has weights of another dtype than the training module's.
+    if changed and precision.copy_dtype is None:
+        _LOGGER.info("weights: shared; a copy would not compute %s", abbreviated(changed))
+        return False
+    return True
 
 
 def _with_adapters(
@@ -105,8 +116,7 @@ def _merged_copy_fits(
     module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> tuple[bool, str]:
     """Return whether there is room for a merged copy, and why, as a phrase."""
-    is_changed = _replaces_forwards(module) or torch_compat.has_hooks(module)
-    if hf_compat.is_quantized(module) or is_changed:
+    if hf_compat.is_quantized(module) or torch_compat.changed_forwards(module):
         return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
     if config.num_blocks is not None:
         return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"
@@ -126,20 +136,6 @@ def _merged_copy_fits(
     if devices.FREE_PER_COPY * (added - cast) + cast <= free:
         return True, f"adapters merged ({rooms}); weight_sync='shared' runs them unmerged"
     return False, f"adapters unmerged ({rooms}); weight_sync='copy' merges them"
-
-
-def _replaces_forwards(model: PreTrainedModel) -> bool:
-    """Return whether a module of the model runs another forward than its class's.
-
-    Left out are TRL's and accelerate's wrappers of the whole model's.
-    """
-    replaced = ((module, vars(module).get("forward")) for module in model.modules())
-    own = inspect.unwrap(type(model).forward)
-    return any(
-        forward is not None
-        and not (module is model and inspect.unwrap(getattr(forward, "__func__", forward)) is own)
-        for module, forward in replaced
-    )
 
 
 def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:

@@ -33,7 +33,7 @@ from cb_rollout.weights.tensor import Weight, computed_by, weights_of
 # Sharded weights gathered at once: enough for one large tensor, little beside a model.
 BUCKET_BYTES = 256 * 2**20
 
-Signature = tuple[tuple[int, int], ...]
+Signature = tuple[tuple[int, int, int], ...]
 
 
 class CopiedWeights(WeightSynchronizer):
@@ -55,9 +55,11 @@ class CopiedWeights(WeightSynchronizer):
             tensor_parallel_size: neighbouring processes over which the copy's layers are split.
         """
         self.follow(trained)
+        self._require_own_forwards()
         self.autocast_dtype = precision.autocast_dtype
         self._precision = precision
-        self._taken: dict[tuple[str, ...], tuple[Signature, tuple[float, ...]]] = {}
+        # A weight keeps its tensors alive, so no other tensor takes over an id.
+        self._taken: dict[tuple[str, ...], tuple[Weight, Signature, tuple[float, ...]]] = {}
         self._matched: tuple[list[object], PlainSource, list[Weight]] | None = None
         _, weights, shapes = self._read()
         self._device = device or next(trained.parameters()).device
@@ -83,6 +85,7 @@ class CopiedWeights(WeightSynchronizer):
         """
         # Autocast would round the adapters that are merged.
         with devices.plain_modes(), torch.no_grad():
+            self._require_own_forwards()
             source, weights = self._matching()
             if self._released:
                 self._taken.clear()
@@ -95,7 +98,7 @@ class CopiedWeights(WeightSynchronizer):
                 target = fsdp_compat.local_part(self._held[weight.names[0]])
                 target.copy_(value)
                 num_bytes += target.nbytes
-                self._taken[weight.names] = states[weight]
+                self._taken[weight.names] = (weight, *states[weight])
         return num_bytes
 
     def differing(self) -> list[str]:
@@ -135,6 +138,16 @@ class CopiedWeights(WeightSynchronizer):
         self._matched = (structure, source, weights) if is_kept else None
         return source, weights
 
+    def _require_own_forwards(self) -> None:
+        """Raise `WeightSyncError` where the training module has a hook or a forward of its own."""
+        if changed := torch_compat.changed_forwards(self._source):
+            raise WeightSyncError(
+                f"{len(changed)} parts of the training module have a forward hook, or a forward "
+                f"that is not their class's: {abbreviated(changed)}. "
+                "A copy takes over tensors only, and would compute without it; remove the hook, or "
+                "use weight_sync='shared'."
+            )
+
     def _require_same_modules(self) -> None:
         """Raise `WeightSyncError` where a module of another kind computes since the copy was made.
 
@@ -162,7 +175,8 @@ class CopiedWeights(WeightSynchronizer):
         # torch counts no writes to inference tensors.
         if weight.is_buffer or any(t.requires_grad or t.is_inference() for t in weight.tensors):
             return True
-        return self._taken.get(weight.names) != _state(weight, source)
+        _, *taken = self._taken.get(weight.names, (None,))
+        return taken != [*_state(weight, source)]
 
 
 def _structure(model: torch.nn.Module) -> list[object]:
@@ -183,7 +197,7 @@ def _state(weight: Weight, source: PlainSource) -> tuple[Signature, tuple[float,
         local = source.local(tensor)
         # torch counts a write to a DTensor on it, and a write to its shard on the shard.
         writes = 0 if local.is_inference() else tensor._version + local._version
-        signature.append((local.data_ptr(), writes))
+        signature.append((id(tensor), local.data_ptr(), writes))
     return tuple(signature), tuple(added.scaling for added in weight.low_ranks)
 
 

@@ -1,10 +1,12 @@
 """A copy generates what the trainer's weights were at the last sync, and touches nothing else."""
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, largest_difference, tiny_model
 
 from cb_rollout import (
@@ -13,6 +15,7 @@ from cb_rollout import (
     RolloutError,
     RolloutGenerator,
     SamplingParams,
+    WeightSyncError,
 )
 
 COPY = RolloutConfig(weight_sync="copy", seed=0)
@@ -40,6 +43,55 @@ def test_tokens_come_from_the_new_weights_after_a_sync_and_from_the_old_before(f
         after = generator.generate_batch(PROMPTS, sampling_params=PARAMS).values()
         assert largest_difference(model, after) <= 1e-5
         assert generator.verify(2).max <= 1e-5
+
+
+def negated(module, inputs, output):
+    return -output
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(negated)
+
+
+def replaced(model):
+    layer = model.model.layers[0].mlp
+    own = layer.forward
+    # A wrapper that says to be the forward that it wraps.
+    layer.forward = functools.wraps(own)(lambda rows: -own(rows))
+
+
+@pytest.mark.parametrize("changed", [hooked, replaced])
+def test_a_copy_is_refused_where_the_trainer_runs_a_forward_of_its_own(changed, caplog):
+    model = tiny_model()
+    with RolloutGenerator(model, COPY) as generator:
+        changed(model)
+        with pytest.raises(WeightSyncError, match=r"forward hook.*layers\.0\.mlp"):
+            generator.sync_weights()
+    with pytest.raises(WeightSyncError, match="shared"):
+        RolloutGenerator(model, COPY)
+    # Autocast runs such a model itself, where it would else hold a copy cast.
+    caplog.set_level("INFO")
+    config = RolloutConfig(rollout_dtype="bfloat16", seed=0)
+    with RolloutGenerator(model, config) as generator:
+        assert not generator.manager.engine.runs_a_copy
+        assert "weights: shared; a copy would not compute model.layers.0.mlp" in caplog.text
+    with RolloutGenerator(tiny_model(), config) as generator:
+        assert generator.manager.engine.runs_a_copy
+
+
+def test_a_frozen_weight_that_takes_the_place_of_another_is_copied():
+    model = tiny_model()
+    layer = model.model.layers[0].self_attn.o_proj
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    new = torch.randn(20, *layer.weight.shape) * 0.1
+    with RolloutGenerator(model, COPY) as generator:
+        for weight in new:
+            # The storage of the weight before is free for this one.
+            layer.weight = None
+            layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+            generator.sync_weights()
+            held = generator.manager.engine.model.model.layers[0].self_attn.o_proj.weight
+            assert torch.equal(held, weight)
 
 
 def test_verify_compares_with_the_forward_of_the_model_that_trains():

@@ -157,6 +157,24 @@ def test_weights_that_changed_without_a_sync_begin_a_policy_version(caplog):
         assert generator.policy_version == 2
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_fused_optimizer_step_without_a_sync_begins_a_policy_version(is_own):
+    model, other = tiny_model(), tiny_model()
+    stepped = model if is_own else other
+    optimizer = torch.optim.AdamW(stepped.parameters(), lr=0.05, fused=True)
+    # Enough rows for products of packed weights.
+    prompts = [[row, *PROMPT[:20]] for row in range(5, 13)]
+    with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
+        generator.generate_batch(prompts, sampling_params=GREEDY)
+        stepped(torch.tensor([PROMPT])).logits.square().mean().backward()
+        writes = [parameter._version for parameter in stepped.parameters()]
+        optimizer.step()
+        assert [parameter._version for parameter in stepped.parameters()] == writes
+        outputs = generator.generate_batch(prompts, sampling_params=GREEDY).values()
+        assert largest_difference(model, outputs) <= 1e-5
+        assert {tuple(output.policy_versions) for output in outputs} == {((int(is_own), 12),)}
+
+
 def test_weights_that_were_replaced_without_a_sync_begin_a_policy_version():
     model = tiny_model()
     with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:

@@ -178,19 +178,31 @@ def test_nan_and_infinity_stay_in_their_own_row(number):
     assert output[1].isfinite().all()
 
 
-def test_states_of_two_types_are_refused():
-    states = [LayerSpec(*(TensorSpec((2, 8), torch.float32) for _ in range(2)))]
-    layout = CacheLayout(tuple(states))
-    cache = PagedCache(layout, num_blocks=4, block_size=4, num_table_rows=1, device=CPU)
-    row = torch.tensor([0]), torch.tensor([3])
+def attend_in(key_dtype, value_dtype, *states):
+    specs = [LayerSpec(TensorSpec((2, 8), key_dtype), TensorSpec((2, 8), value_dtype))]
+    cache = PagedCache(
+        CacheLayout(tuple(specs)), num_blocks=4, block_size=4, num_table_rows=1, device=CPU
+    )
+    row = torch.tensor([0]), torch.tensor([1])
     attention = CpuPagedAttention(cache, BlockTable(1, 4, CPU), *row)
-    key = torch.zeros(1, 2, 1, 8)
-    layer = DecodeLayer(0, states[0], CPU)
-    with pytest.raises(
-        UnsupportedAttentionError, match=r"are torch\.float32.*values torch\.bfloat16"
+    return attention.attend(DecodeLayer(0, specs[0], CPU), *states, AttentionSpec(0.3))
+
+
+def test_states_of_two_types_are_refused():
+    state = torch.zeros(1, 2, 1, 8)
+    for dtypes, states, reason in (
+        ((torch.float32, torch.float32), (state, state, state.bfloat16()), "values torch.bfloat16"),
+        ((torch.float32, torch.float32), (state.double(),) * 3, "torch.float64, and its pages"),
+        ((torch.bfloat16, torch.float32), (state, state, state), "pages torch.bfloat16 and"),
     ):
-        attention.attend(layer, key, key, key.bfloat16(), AttentionSpec(0.3))
-    with pytest.raises(
-        UnsupportedAttentionError, match=r"torch\.float64, and its pages torch\.float32"
-    ):
-        attention.attend(layer, key.double(), key.double(), key.double(), AttentionSpec(0.3))
+        with pytest.raises(UnsupportedAttentionError, match=reason):
+            attend_in(*dtypes, *states)
+
+
+def test_autocast_states_are_rounded_as_pages_keep_them():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 1, 2, 1, 8).unbind()
+    dtypes = torch.bfloat16, torch.bfloat16
+    rounded = attend_in(*dtypes, query.bfloat16(), key.bfloat16(), value.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(attend_in(*dtypes, query, key, value.bfloat16()), rounded)

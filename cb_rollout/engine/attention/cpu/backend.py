@@ -215,12 +215,15 @@ class CpuPagedAttention:
         value: torch.Tensor,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        dtypes = {query.dtype, key.dtype, value.dtype}
-        if dtypes != {layer.key_dtype} or layer.value_dtype != layer.key_dtype:
+        states, kept = (query, key, value), layer.key_dtype
+        dtypes = {kept, layer.value_dtype, *(tensor.dtype for tensor in states)}
+        # Autocast rounds states to 16 bits where they are attended; pages hold them rounded.
+        if layer.value_dtype != kept or (len(dtypes) > 1 and kept.itemsize > 2):
             raise UnsupportedAttentionError(
                 f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
-                f"and its pages {layer.key_dtype} and {layer.value_dtype}"
+                f"and its pages {kept} and {layer.value_dtype}"
             )
+        query, key, value = (tensor.to(kept) for tensor in states)
         paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
         rows = self.table_rows_B, self.lengths_B
