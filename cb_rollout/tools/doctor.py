@@ -240,16 +240,8 @@ def _batch_layout(layout: BatchLayout) -> Finding:
 
 def _memory(generator: RolloutGenerator, model: PreTrainedModel) -> Iterator[Finding]:
     manager, plan = generator.manager, generator.memory_plan()
-    yield _ok(
-        "memory for the cache",
-        f"{plan.budget_bytes / GIB:.2f} GiB: {plan.max_memory_percent:.0%} of "
-        f"{plan.free_bytes / GIB:.2f} free, less what a trainer will still allocate",
-    )
-    yield _ok(
-        "of it, at most",
-        f"{plan.kv_bytes / GIB:.2f} GiB in {plan.num_blocks:,} blocks of "
-        f"{manager.config.block_size} tokens, {plan.state_bytes / GIB:.2f} GiB of recurrent states",
-    )
+    for name, size, note in plan.parts:
+        yield _ok(f"memory, {name}", f"{size / GIB:.2f} GiB  {note}")
     yield _ok("sequences together", f"{plan.num_slots:,} at most")
     num_tokens = plan.num_blocks * manager.config.block_size
     longest = hf_compat.max_positions(model)

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,13 +166,9 @@ def generate_dataset(
         if num_resumed < num_wanted:
             manager, params = _create_manager(model, tokenizer, chosen)
             wanted = _missing(rows(source), results, chosen.num_return_sequences)
-            completed = (
-                [_result(tokenizer, scorer, sequence) for sequence in sequences]
-                for sequences in CompletionStream(manager, params, encoder.encoded).completed(
-                    wanted
-                )
-            )
-            num_tokens = _write(results, completed, manager, num_wanted, progress_bar)
+            completed = CompletionStream(manager, params, encoder.encoded).completed(wanted)
+            result_of = partial(_result, tokenizer, scorer)
+            num_tokens = _write(results, completed, result_of, manager, num_wanted, progress_bar)
         return DatasetReport(
             output=os.fspath(output),
             num_rows=found.num_rows,
@@ -282,12 +279,13 @@ def _create_manager(
 
 def _write(
     results: ResultFile,
-    completed: Iterator[list[dict[str, Any]]],
+    completed: Iterator[list[CompletedSequence]],
+    result_of: Callable[[CompletedSequence], dict[str, Any]],
     manager: ContinuousBatchingManager,
     num_wanted: int,
     progress_bar: bool,
 ) -> int:
-    """Generate and write the results of `completed`; return the number of sampled tokens."""
+    """Write the result of each completed sequence; return the number of sampled tokens."""
     bar = tqdm(
         total=num_wanted,
         initial=results.num_done,
@@ -302,7 +300,7 @@ def _write(
         with bar:
             for new in completed:
                 if new:
-                    results.append(new)
+                    results.append(list(map(result_of, new)))
                 speed = manager.counters.tokens_generated / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not new)
                 bar.update(len(new))
