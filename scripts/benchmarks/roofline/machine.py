@@ -174,7 +174,7 @@ def _seconds_by_kernel(
 
 def _packed(weights: PackedLinear, rows_BK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     with weights.active():
-        return packed_linear.linear(rows_BK, weight_NK)
+        return packed_linear.linear(rows_BK, [weight_NK])
 
 
 def _interpolated(points: list[int], values: list[float], point: int) -> float:
