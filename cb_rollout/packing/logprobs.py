@@ -24,7 +24,6 @@ from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
 from cb_rollout.engine.memory.device import to_device
-from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
@@ -274,8 +273,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
             is_measured=is_measurable(inner, num_tokens),
         )
         for layout in (PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED):
-            if layout is PackingLayout.SHARED_PROMPTS and not can_pack(inner):
-                reason = PACKING_OBSTACLE
+            if layout is PackingLayout.SHARED_PROMPTS and (reason := packing_obstacle(inner)):
                 continue
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
@@ -298,17 +296,14 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
     )
 
 
-def can_pack(inner: Any) -> bool:
-    """Return whether rows may stand end to end in one row of the model's input.
-
-    Recurrent layers and sparse attention mix neighbours.
-    """
+def packing_obstacle(inner: Any) -> str:
+    """Return why rows may not stand end to end in one row of the model's input; "": they may."""
     try:
-        return ModelRunner(inner, None).probe().can_pack
+        return ModelRunner(inner, None).probe().packing_obstacle
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # noqa: BLE001 - whatever the model raises, its cache cannot be probed
-        return False
+    except Exception as error:  # noqa: BLE001 - whatever the model raises
+        return f"its cache cannot be probed: {error_text(error)}"
 
 
 def _routers(inner: Any) -> Routers:

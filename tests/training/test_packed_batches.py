@@ -138,7 +138,7 @@ def difference(pair, seed):
     limit = rng.choice(["auto", 1, 12, 40])
     config = RolloutConfig(loss_forward="packed", loss_tokens_per_forward=limit)
     scoring = pair.ours._get_per_token_logps_and_entropies.__self__
-    scoring._packed = packed_loss.PackedLoss(pair.ours, config, can_pack=True)
+    scoring._packed = packed_loss.PackedLoss(pair.ours, config, packing_obstacle="")
     batches = [random_batch(rng) for _ in range(rng.randint(1, 2))]
     own, other = (scored(t, batches[0], random.Random(seed)) for t in (pair.ours, pair.theirs))
     if any((a - b).abs().max() > 10 * TOLERANCE for a, b in zip(own, other, strict=True)):
@@ -299,7 +299,7 @@ def use(trainer, settings=None, **config):
     """Have a trainer pack anew, with these settings."""
     scoring = trainer._get_per_token_logps_and_entropies.__self__
     config = RolloutConfig(loss_forward="packed", **config)
-    scoring._packed = packed_loss.PackedLoss(trainer, config, TrainingBytes(), can_pack=True)
+    scoring._packed = packed_loss.PackedLoss(trainer, config, TrainingBytes(), packing_obstacle="")
     plain = {"beta": 0.0, "entropy_coef": 0.0, "_entropy_bonus_enabled": False}
     plain |= {"loss_type": "dapo", "top_entropy_quantile": 1.0}
     return plain | (settings or {})
@@ -391,10 +391,10 @@ def test_on_a_gpu_a_loss_that_is_padded_says_why(tmp_path, monkeypatch):
     trainer = tiny_trainer(tmp_path, num_hidden_layers=1)
     given = (trainer, RolloutConfig(loss_forward="packed"), TrainingBytes())
     # A warning is an error.
-    packed_loss.PackedLoss(*given, can_pack=False)
+    packed_loss.PackedLoss(*given, packing_obstacle="recurrent states")
     device = torch.device("cuda", 0)
     monkeypatch.setattr(accelerate.Accelerator, "device", property(lambda self: device))
-    packed_loss.PackedLoss(*given, can_pack=True)
+    packed_loss.PackedLoss(*given, packing_obstacle="")
     with pytest.warns(UserWarning, match=r"prompts cannot be shared \(recurrent states") as caught:
-        packed_loss.PackedLoss(*given, can_pack=False)
+        packed_loss.PackedLoss(*given, packing_obstacle="recurrent states")
     assert len(caught) == 1

@@ -83,13 +83,14 @@ class CacheLayout:
         return any(layer.is_recurrent for layer in self.layers)
 
     @property
-    def can_pack(self) -> bool:
-        """Return whether rows may stand one after the other in one row.
+    def packing_obstacle(self) -> str:
+        """Return why rows may not stand one after the other in one row; "": they may.
 
-        Recurrent layers mix neighbours. A sparse attention chooses keys by an index, and leaves
-        none out in rows as short as those that are compared.
+        A sparse attention leaves no key out in rows as short as those that are compared.
         """
-        return self.has_keys and not any(layer.is_recurrent or layer.index for layer in self.layers)
+        if self.has_keys and not any(layer.is_recurrent or layer.index for layer in self.layers):
+            return ""
+        return "recurrent states or sparse attention would mix rows that stand end to end"
 
     def at_least(self, dtype: torch.dtype) -> "CacheLayout":
         """Return the layout with no floating-point dtype of fewer bits than `dtype`."""

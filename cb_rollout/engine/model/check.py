@@ -45,9 +45,6 @@ LENGTHS_OF_BITS = (3, 38, 1, 17, 30)
 # Small, so that every row has several blocks.
 BLOCK_SIZE = 4
 
-# The reason why a layout that cannot be packed is not.
-PACKING_OBSTACLE = "recurrent states or sparse attention would mix rows that stand end to end"
-
 Result = TypeVar("Result")
 
 Forward = Sequence[tuple[int, int]]
@@ -85,8 +82,8 @@ def check_model(runner: ModelRunner) -> CacheLayout:
             _require_same_bits(runner)
         difference, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
-            if runner.batch_layout is BatchLayout.PACKED and not layout.can_pack:
-                runner.packing_obstacle = PACKING_OBSTACLE
+            if runner.batch_layout is BatchLayout.PACKED and layout.packing_obstacle:
+                runner.packing_obstacle = layout.packing_obstacle
                 continue
             difference, failure = _difference(runner, layout, rows, expected)
             if runner.batch_layout is BatchLayout.PACKED:

@@ -27,7 +27,6 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.memory.training import TrainingMemory
-from cb_rollout.engine.model.check import PACKING_OBSTACLE
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
@@ -196,20 +195,20 @@ class PackedLoss:
         config: RolloutConfig,
         routers: Routers | None = None,
         *,
-        can_pack: bool,
+        packing_obstacle: str,
     ) -> None:
         """Pack what the trainer scores.
 
-        `can_pack`: no layer carries a state from a row to the next. Routers replay the experts of
-        the rollout; None: they choose for themselves.
+        `packing_obstacle`: the reason why rows would mix end to end; "": they would not. Routers
+        replay the experts of the rollout; None: they choose for themselves.
         """
-        self._trainer, self._routers, self._can_pack = trainer, routers, can_pack
+        self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
-        first = PackingLayout.SHARED_PROMPTS if can_pack else PackingLayout.PADDED
+        first = PackingLayout.SHARED_PROMPTS if self._can_pack else PackingLayout.PADDED
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
-        if not can_pack and trainer.accelerator.device.type == "cuda":
-            _warn_of_padding(PACKING_OBSTACLE)
+        if packing_obstacle and trainer.accelerator.device.type == "cuda":
+            _warn_of_padding(packing_obstacle)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[tuple[Any, ...]] = set()
         self._bytes_per_token: int | None = None

@@ -34,7 +34,7 @@ from cb_rollout.integrations.trl.loss_rows import (
     require_sampled_here,
 )
 from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
-from cb_rollout.packing.logprobs import can_pack
+from cb_rollout.packing.logprobs import packing_obstacle
 from cb_rollout.rollout.generator import RolloutGenerator
 
 # TRL 1.16's metrics of sampled against old log-probabilities.
@@ -129,10 +129,10 @@ class TrainerScoring:
         self._packed: PackedLoss | None = None
         if config.loss_forward == LossForward.PACKED:
             if isinstance(generator, RolloutGenerator):
-                is_packable = generator.manager.engine.layout.can_pack
+                obstacle = generator.manager.engine.layout.packing_obstacle
             else:
-                is_packable = can_pack(unwrap(trainer.model))
-            self._packed = PackedLoss(trainer, config, routers, can_pack=is_packable)
+                obstacle = packing_obstacle(unwrap(trainer.model))
+            self._packed = PackedLoss(trainer, config, routers, packing_obstacle=obstacle)
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
         self._generate = trainer._generate
