@@ -51,12 +51,11 @@ def test_in_float32_the_tokens_are_those_of_the_gathered_path(family, path):
         assert found == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("path", ["kernels", "graphs"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
-def test_recurrent_states_move_as_on_the_gathered_path(family, path):
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_recurrent_states_move_as_on_the_gathered_path(family):
     model = tiny_model(family).cuda()
     tokens, logprobs = rollout(model, "gathered")
-    found_tokens, found_logprobs = rollout(model, path)
+    found_tokens, found_logprobs = rollout(model, "graphs")
     assert found_tokens == tokens
     for found, expected in zip(found_logprobs, logprobs, strict=True):
         assert found == pytest.approx(expected, abs=1e-4)
