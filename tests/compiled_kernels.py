@@ -22,9 +22,11 @@ from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
 from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.attention.triton import launch
 from cb_rollout.engine.attention.triton.launch import (
+    StateTable,
     attend,
     cut,
     grouped_product,
+    move_states,
     shared_rows,
     write,
 )
@@ -85,6 +87,20 @@ def decode(sizes, asked, is_shared, num_rows):
     attend(queries, layer, metadata, spec, cut(metadata, window))
     # One program attends over all keys of a row.
     attend(queries, layer, replace(metadata, shared_B=None), spec, None)
+
+
+# A state of a sequence.
+STATES = {
+    "recurrent state": StateTable((32, 128, 128), FP32, 2),
+    "convolution state": StateTable((1000, 3), BF16, 2),
+}
+
+
+def move(table):
+    """What a decode step launches for one state."""
+    ints = torch.ones(MANY_ROWS, dtype=torch.int32)
+    metadata = AttentionMetadata(torch.zeros(3, dtype=torch.int64), 16, ints, ints)
+    move_states(table, metadata, move_states(table, metadata))
 
 
 # Rows, vocabulary, dtype of the logits, and tokens that are never sampled.
@@ -152,6 +168,9 @@ def main(capability):
     for form, sizes in PRODUCTS.items():
         multiply(*sizes)
         made[-1]["form"] = form
+    for form, table in STATES.items():
+        move(table)
+        made[-2:] = [one | {"form": form} for one in made[-2:]]
     for form, sizes in SAMPLERS.items():
         num_before = len(made)
         sample(*sizes)

@@ -23,6 +23,10 @@ COMBINATIONS = {
     "async batching, no graphs": Combination("`use_async_batching=True`", "`use_cuda_graph=False`",
         "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph={graphs} has none; "
         "leave one of them at None."),
+    "async batching, recurrent states": Combination(
+        "`use_async_batching=True`", "a model with recurrent states",
+        "use_async_batching=True needs a model without recurrent states, which a step that is "
+        "launched ahead and given up would have moved; leave it at None."),
     "async trainer, copy": Combination("`AsyncRollouts`", "`weight_sync='copy'`",
         "weight_sync='copy': the engine's model is a copy already, which the trainer writes; leave "
         "it at 'auto'."),

@@ -109,7 +109,7 @@ class RolloutConfig:
     use_async_batching: bool | None = setting(
         None,
         "Launch a decode step before the last one's tokens have come, unless drafts are verified; "
-        "None: where steps are CUDA graphs.",
+        "None: where steps are CUDA graphs, and no state is recurrent.",
         one_of(None, True, False),
         cost="Off leaves the device idle between steps; for comparisons.",
     )

@@ -148,6 +148,10 @@ class Engine:
         max_rows = self._max_requests
         if self._has_drafts:
             max_rows = max(max_rows, MAX_DRAFT_ROWS)
+        if self.layout.is_recurrent:
+            # More rows than states fit never run together.
+            self._graphs = None
+            max_rows = max(1, min(max_rows, create_memory_plan(self._memory_model()).num_slots))
         # Captured before the memory is planned, which then knows what is left.
         self._graphs, self._graphs_path = create_graphs(
             self._runner, self.config, max_rows, is_alone=not self._is_split

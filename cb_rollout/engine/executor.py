@@ -247,10 +247,13 @@ class StepExecutor:
     def _can_repeat(self) -> bool:
         """Return whether a decode that raised can run again: no row's recurrent state has moved on.
 
-        Rows that are not padded run in several forwards, each of which stores its states.
+        Rows that are not padded run in several forwards, each of which stores its states. On a GPU
+        a forward stores them layer by layer.
         """
-        layout = self._storage.cache.layout
-        return self._runner.batch_layout.takes_any_lengths or not layout.is_recurrent
+        layout, backend = self._storage.cache.layout, self._runner.attention_backend
+        is_stored_once = self._runner.batch_layout.takes_any_lengths
+        is_stored_once &= backend is None or backend.saves_at_end
+        return is_stored_once or not layout.is_recurrent
 
     @property
     def _version(self) -> int:
@@ -373,9 +376,10 @@ class StepExecutor:
         """Launch the step after one whose tokens are not read yet.
 
         None: it has to wait for these tokens, because a sequence joined, a draft is likely from
-        them, a smaller graph fits, a sequence's keys change, or its blocks would take a preemption.
+        them, a smaller graph fits, a sequence's keys change, its blocks would take a preemption, or
+        the step moves recurrent states.
         """
-        if not self._looks_ahead or self.graphs is None:
+        if not self._looks_ahead or self.graphs is None or not self.graphs.can_look_ahead:
             return None
         # Without properties: this runs for every row of every step.
         going = [r for r in current if len(r.token_ids) - len(r.prompt_ids) + 1 < r.max_new_tokens]

@@ -51,6 +51,16 @@ def test_in_float32_the_tokens_are_those_of_the_gathered_path(family, path):
         assert found == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_recurrent_states_move_as_on_the_gathered_path(family):
+    model = tiny_model(family).cuda()
+    tokens, logprobs = rollout(model, "gathered")
+    found_tokens, found_logprobs = rollout(model, "graphs")
+    assert found_tokens == tokens
+    for found, expected in zip(found_logprobs, logprobs, strict=True):
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_sampled_tokens_are_the_same_with_and_without_a_graph():
     model = tiny_model("qwen3").cuda()
     params = SamplingParams(ignore_eos=True, max_new_tokens=40)
@@ -94,9 +104,9 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
         runner = engine._runner
         rows, forwards = text_rows(runner), _forwards(engine.layout)
         with eval_mode(model):
-            direct = _paged(runner, engine.layout, rows, forwards)
+            direct = _paged(runner, engine.layout, rows)
             runner.attention_backend = None
-            gathered = _paged(runner, engine.layout, rows, forwards)
+            gathered = _paged(runner, engine.layout, rows)
             plain = _after_each([runner.plain_logits(row) for row in rows], forwards)
     assert len(rows[0]) > BLOCK_SIZE
     allowed = 3 * (gathered - plain).abs().mean() + 1e-3

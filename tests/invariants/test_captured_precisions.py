@@ -45,10 +45,7 @@ def test_prompts_are_packed_and_shared(dtype, monkeypatch):
 SLOWER = {
     "recurrent states": (
         ("lfm2", {}),
-        {
-            "prefill": "padded, not packed (recurrent states",
-            "CUDA graphs": "off (needs a model without recurrent states",
-        },
+        {"prefill": "padded, not packed (recurrent states"},
     ),
     "a loop over experts": (
         ("qwen3_moe", SMALL | {"experts_implementation": "eager"}),

@@ -18,6 +18,10 @@ class AttentionBackend:
     """The `torch.device.type` that the backend runs on."""
     tracing: ClassVar[Tracing | None] = None
     """Settings of the trace of decode forwards; None: the model itself runs."""
+    needs_keys: ClassVar[bool] = True
+    """False if models run whose layers are all recurrent."""
+    saves_at_end: ClassVar[bool] = True
+    """True if a forward that raises leaves all recurrent states as they were."""
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
         self.cache = DecodeCache(layout, device)

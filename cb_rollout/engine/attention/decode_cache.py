@@ -7,9 +7,9 @@ mask is made, and every shape is known before the step. Called by the thread tha
 B: rows, V: vocabulary, H: query heads, K: key heads, D: size of a key, E: size of a value.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.moe import GroupedProduct, replacing_grouped_product
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.recurrent import RecurrentLayer
 
 # Arguments of attention functions that change nothing about one new token a row.
 HARMLESS_ARGUMENTS = {
@@ -119,21 +119,21 @@ class DecodeCache(Cache):
             layers[layer.index] = layer
         super().__init__(layers=layers)
         self.device = device
-        self._is_recurrent = layout.is_recurrent
+        self.is_recurrent = layout.is_recurrent
         self._attend: PagedAttention | None = None
 
     def mask(self, tokens_B1: torch.Tensor) -> torch.Tensor | None:
         """Return the mask of a decode step."""
         # Models take a mask of four dimensions as it is, and the kernels ignore it; recurrent
         # layers would read it.
-        return None if self._is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
+        return None if self.is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
 
     @contextmanager
     def attending(self, inputs: "DecodeInputs") -> Iterator[None]:
         """Have a forward with this cache attend over the pages of these inputs."""
         for layer in self.paged:
             layer.new_states = None
-        layers, recurrent = self.layers, inputs.states.stateful if inputs.states else {}
+        layers, recurrent = self.layers, inputs.recurrent
         self.layers = [recurrent.get(index, layer) for index, layer in enumerate(layers)]
         self._attend = inputs.attend
         for layer in recurrent.values():
@@ -196,8 +196,8 @@ class DecodeInputs:
     positions_B1: torch.Tensor
     table_rows_B: torch.Tensor
     """Integers: each row's index into the recurrent states."""
-    states: PagedCache | None = None
-    """Holds the recurrent states; None: there are none."""
+    recurrent: Mapping[int, RecurrentLayer] = field(default_factory=dict)
+    """The layers with recurrent states, by their index."""
     grouped_product: GroupedProduct | None = None
     """Multiplies experts where torch's own product would wait; None: torch's own."""
 

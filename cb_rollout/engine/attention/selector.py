@@ -41,17 +41,20 @@ def select_backend(
     """
     reason = ""
     for backend in (b for b in BACKENDS if b.device_type == device.type):
-        obstacle = backend.obstacle(device, layout) or _model_obstacle(layout, is_padded)
+        obstacle = backend.obstacle(device, layout)
+        obstacle = obstacle or _model_obstacle(backend, layout, is_padded)
         if obstacle is None:
             return BackendSelection(backend, "kernels read the pages, with no gather")
         reason = reason or obstacle
     return BackendSelection(None, reason or f"no kernels read the pages on {device.type}")
 
 
-def _model_obstacle(layout: CacheLayout | None, is_padded: bool) -> str | None:
+def _model_obstacle(
+    backend: type[AttentionBackend], layout: CacheLayout | None, is_padded: bool
+) -> str | None:
     if layout is not None:
         keyed = [layer for layer in layout.layers if layer.keys]
-        if not keyed:
+        if not keyed and (backend.needs_keys or not layout.is_recurrent):
             return "no layer keeps keys"
         if any(layer.index or layer.is_recurrent for layer in keyed):
             return "some layers keep more than keys and values"

@@ -29,7 +29,8 @@ class AttentionMetadata:
     """Inputs of a decode step's kernels, beside queries, keys and values; all on the device."""
 
     addresses: torch.Tensor
-    """int64: the block table's address and width, then each layer's pages of keys and of values."""
+    """int64: the block table's address and width, each layer's pages of keys and of values, and all
+    recurrent states."""
     block_size: int
     table_rows_B: torch.Tensor
     """int32: each row's index into the block table."""

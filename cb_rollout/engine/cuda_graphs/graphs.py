@@ -177,6 +177,8 @@ class GraphedDecoding:
         self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.
         self._host_results = [self._sampler.host_results() for _ in range(2)]
+        self.can_look_ahead = not decoding.cache.is_recurrent
+        """False where a step that is given up could not run again, since states moved on."""
         # Largest first, so that the others fit its memory. Tiles may stay empty.
         self._row_keys = [
             GraphKey(size, is_cut=True, has_shared=size > 1)

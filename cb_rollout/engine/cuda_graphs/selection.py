@@ -9,6 +9,7 @@ import torch
 
 from cb_rollout.compat import inductor, multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.attention.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import TritonBackend
@@ -131,7 +132,9 @@ def create_graphs(
     if obstacle is None:
         graphs, obstacle = _try_capture(runner, config, max_rows)
     if graphs is not None:
-        ahead = ", a step ahead" if config.looks_ahead else ""
+        ahead = ", a step ahead" if config.looks_ahead and graphs.can_look_ahead else ""
+        if config.use_async_batching and not ahead:
+            raise refused("async batching, recurrent states")
         return graphs, ExecutionPath("CUDA graphs", f"on{ahead}")
     asked = [
         f"{name}={getattr(config, name)!r}"
@@ -185,6 +188,4 @@ def _graph_obstacle(runner: ModelRunner) -> str | None:
         return f"needs decode steps without a gather: {runner.backend_selection.reason}"
     if runner.recorder is not None:
         return "needs router_replay=False: a replay would record no routes"
-    if not runner.attention_backend.traced_forward.can_be_traced:
-        return "needs a model without recurrent states, which move when the cache is taken anew"
     return None

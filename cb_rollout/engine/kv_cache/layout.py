@@ -48,8 +48,12 @@ class LayerSpec:
         return sum(s.num_bytes for s in self.per_token)
 
     @property
+    def per_sequence(self) -> tuple[TensorSpec, ...]:
+        return tuple(s for s in (*self.conv, *self.recurrent) if s)
+
+    @property
     def bytes_per_sequence(self) -> int:
-        return sum(s.num_bytes for s in (*self.conv, *self.recurrent) if s)
+        return sum(s.num_bytes for s in self.per_sequence)
 
     @property
     def is_recurrent(self) -> bool:

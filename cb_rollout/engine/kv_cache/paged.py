@@ -199,12 +199,16 @@ class PagedCache(Cache):
 
     @property
     def addresses(self) -> list[int]:
-        """Return the addresses of each layer's pages of keys and values; 0: it has none."""
+        """Return the addresses of each layer's pages of keys and values, then of all states.
+
+        0: the layer has none.
+        """
         if self._addresses is None:
             self._addresses = []
             for layer in self.layers:
                 pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
                 self._addresses += [p.data_ptr() for p in pages] or [0, 0]
+            self._addresses += [states.data_ptr() for states in self._all_states]
         return self._addresses
 
     @property

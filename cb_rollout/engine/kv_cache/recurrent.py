@@ -5,7 +5,7 @@ Where a model takes no transformers `Cache`, `OpaqueStateAdapter` moves them. B:
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class RecurrentLayer(LinearAttentionLayer):
     def __init__(self, states: LayerSpec, num_table_rows: int, device: torch.device) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
         specs = {"conv_states": states.conv, "recurrent_states": states.recurrent}
-        self.states = {
+        self.states: dict[str, Sequence[Any]] = {
             name: [
                 s and torch.zeros(num_table_rows, *s.shape, dtype=s.dtype, device=device)
                 for s in shapes
@@ -41,13 +41,21 @@ class RecurrentLayer(LinearAttentionLayer):
         if table_rows_B is None:
             return
         for name, all_states in self.states.items():
+            setattr(self, name, self._gathered(all_states, table_rows_B))
             for index, states in enumerate(all_states):
                 if states is not None:
-                    getattr(self, name)[index] = states.index_select(0, table_rows_B)
                     getattr(self, f"is_{name}_initialized")[index] = True
                     if name == "conv_states":
                         self.conv_kernel_size[index] = states.shape[-1]
                 self.has_previous_state[index] = True
+
+    def _gathered(
+        self, all_states: Sequence[Any], table_rows_B: torch.Tensor
+    ) -> dict[int, torch.Tensor | None]:
+        return {
+            index: None if states is None else states.index_select(0, table_rows_B)
+            for index, states in enumerate(all_states)
+        }
 
     def save(self, table_rows_B: torch.Tensor) -> None:
         for name, all_states in self.states.items():

@@ -236,9 +236,10 @@ def create_memory_plan(model: MemoryModel) -> MemoryPlan:
     block_bytes = max(1, model.bytes_per_block)
 
     def bytes_beside_forward(num_blocks: int) -> int:
-        return num_blocks * block_bytes + model.gathered_bytes_of(num_blocks)
+        return num_blocks * model.bytes_per_block + model.gathered_bytes_of(num_blocks)
 
-    most = max(0, (budget - states) // block_bytes)
+    # Blocks without keys take no memory, also where states fill the budget.
+    most = max(0, (budget - states) // block_bytes) if model.bytes_per_token else budget
     derived = bisect_right(range(most + 1), after_forward - states, key=bytes_beside_forward) - 1
     numbers = {field.name: getattr(model, field.name) for field in fields(MemoryModel)}
     # The device may not count all that training holds, such as weights mapped from a file.

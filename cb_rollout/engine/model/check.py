@@ -209,7 +209,7 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 def _set_backend(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
 ) -> BackendSelection:
-    is_padded = runner.batch_layout.takes_any_lengths
+    is_padded = runner.batch_layout.takes_any_lengths and not runner.has_opaque_states
     choice = select_backend(runner.device, layout, is_padded=is_padded)
     if choice.backend is None:
         return choice

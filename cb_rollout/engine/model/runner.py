@@ -147,6 +147,10 @@ class ModelRunner:
         self._opaque_states = OpaqueStateAdapter(short, long)
         return self._opaque_states.layout
 
+    @property
+    def has_opaque_states(self) -> bool:
+        return self._opaque_states is not None
+
     def check_weights(self) -> None:
         if self.attention_backend is not None:
             self.attention_backend.traced_forward.check_weights(self.model)

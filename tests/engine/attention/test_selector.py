@@ -57,6 +57,13 @@ def test_states_that_the_kernels_do_not_read_are_gathered_with_the_reason(layout
 
 
 @pytest.mark.usefixtures("ampere")
+def test_a_model_that_is_recurrent_alone_has_kernels_on_a_gpu():
+    layout = CacheLayout((LayerSpec(conv=(TensorSpec((4,), torch.float32),)),))
+    assert select_backend(CUDA, layout).backend is TritonBackend
+    assert select_backend(torch.device("cpu"), layout).reason == "no layer keeps keys"
+
+
+@pytest.mark.usefixtures("ampere")
 def test_a_model_without_padded_rows_is_gathered():
     choice = select_backend(CUDA, layout_of(), is_padded=False)
     assert choice.reason == "the model takes only rows of one length together"

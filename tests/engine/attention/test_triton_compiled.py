@@ -42,7 +42,7 @@ def test_the_kernels_compile_for_a_gpu(capability, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     made = json.loads(done.stdout.splitlines()[-1])
     kernels = {"write_kernel", "cut_kernel", "attend_kernel", "join_kernel"}
-    kernels |= {"grouped_product_kernel"}
+    kernels |= {"grouped_product_kernel", "move_states_kernel"}
     kernels |= {"measure_kernel", "truncate_kernel", "draw_kernel"}
     assert {one["kernel"] for one in made} == kernels
     assert all(one["bytes"] for one in made)

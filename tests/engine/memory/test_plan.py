@@ -190,7 +190,11 @@ def test_features_of_images_are_kept_out_of_the_budget():
 
 def test_a_model_without_keys_is_limited_by_its_states():
     assert plan_of(bytes_per_token=0).num_blocks > 0
-    assert plan_of(bytes_per_token=0, bytes_per_sequence=150).num_slots == 400 // 150
+    plan = plan_of(bytes_per_token=0, bytes_per_sequence=150)
+    assert plan.num_slots == 400 // 150
+    # The states fill the budget, and blocks take nothing of it.
+    assert plan.has_room
+    assert plan.left_bytes >= 0
 
 
 def test_states_take_at_most_half_the_budget():

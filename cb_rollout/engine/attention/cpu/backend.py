@@ -194,7 +194,12 @@ class CpuBackend(AttentionBackend):
             positions_B = positions_B + devices.to_device(batch.position_offsets, CPU)
         tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
         return DecodeInputs(
-            self.cache, attention.attend, tokens_B1, positions_B1, table_rows_B, batch.cache
+            self.cache,
+            attention.attend,
+            tokens_B1,
+            positions_B1,
+            table_rows_B,
+            batch.cache.stateful,
         )
 
 

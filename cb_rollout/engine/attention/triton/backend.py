@@ -145,6 +145,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     device_type = "cuda"
     tracing = TRACING
+    needs_keys = saves_at_end = False
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
@@ -154,10 +155,13 @@ class TritonBackend(AttentionBackend):
         super().__init__(layout, device)
         # Triton is an optional dependency.
         from cb_rollout.engine.attention.triton.launch import TritonPagedAttention, grouped_product
+        from cb_rollout.engine.attention.triton.states import addressed_layers
 
+        self._layout, self._addressed_layers = layout, addressed_layers
         self._create_attention = TritonPagedAttention
         self._grouped_product = grouped_product
         num_addresses = 2 * len(layout.layers) + 2
+        num_addresses += sum(len(layer.per_sequence) for layer in layout.layers)
         self.addresses = torch.zeros(num_addresses, dtype=torch.int64, device=device)
         """`AttentionMetadata.addresses`; all zero until `find`."""
         self._written: list[int] = []
@@ -165,7 +169,7 @@ class TritonBackend(AttentionBackend):
         num_processors = 1
         if device.type == "cuda":
             num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        num_key_heads = max(layer.num_key_heads for layer in self.cache.paged)
+        num_key_heads = max((layer.num_key_heads for layer in self.cache.paged), default=1)
         self.num_stretches = max_stretches(num_key_heads, num_processors)
         """Stretches that all keys of a step are cut into, beside one for each row."""
 
@@ -182,22 +186,19 @@ class TritonBackend(AttentionBackend):
         positions_B1 = lengths_B.long()[:, None] - 1
         if batch.position_offsets:
             positions_B1 += devices.to_device(batch.position_offsets, self.cache.device)[:, None]
-        return self.inputs(tokens_B1, positions_B1, metadata, batch.cache)
+        return self.inputs(tokens_B1, positions_B1, metadata)
 
     def inputs(
-        self,
-        tokens_B1: torch.Tensor,
-        positions_B1: torch.Tensor,
-        metadata: AttentionMetadata,
-        states: PagedCache | None = None,
+        self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, metadata: AttentionMetadata
     ) -> DecodeInputs:
-        """Return the inputs of a forward; `states` holds the recurrent states, if there are any."""
+        """Return the inputs of a forward; kernels find pages and states by `metadata.addresses`."""
+        layers = self._addressed_layers(self._layout, metadata)
         attend = self._create_attention(metadata, self._rows_per_tile).attend
         rows_B, product = metadata.table_rows_B, self._grouped_product
-        return DecodeInputs(self.cache, attend, tokens_B1, positions_B1, rows_B, states, product)
+        return DecodeInputs(self.cache, attend, tokens_B1, positions_B1, rows_B, layers, product)
 
     def find(self, cache: PagedCache, table: BlockTable) -> torch.Tensor:
-        """Return the current addresses of pages and table, in a tensor that never moves."""
+        """Return the current addresses of table, pages and states, in a tensor that never moves."""
         blocks = table.blocks
         addresses = [blocks.data_ptr(), blocks.shape[1], *cache.addresses]
         if addresses != self._written:
@@ -208,7 +209,7 @@ class TritonBackend(AttentionBackend):
     @property
     def rows_per_tile(self) -> int:
         """Most rows that read a shared prompt together, in every layer."""
-        return min(self._rows_per_tile.values())
+        return min(self._rows_per_tile.values(), default=1)
 
     def is_cut(self, lengths: Sequence[int], interval: int = STRETCH_INTERVAL) -> bool:
         """Return whether any row of these lengths is worth cutting."""

@@ -5,6 +5,7 @@ of keys (flash decoding: partial outputs and the log-sum-exp of each). `join_ker
 partial outputs. A stretch is a part of a row's own keys, or of a prompt that several rows share;
 their queries are then packed into one tile, which reads the prompt once. `cut_kernel` cuts the keys
 into stretches. `grouped_product_kernel` multiplies the tokens of each expert by its weight.
+`move_states_kernel` copies recurrent states out of their tables and into them.
 
 The kernels find pages and block table through addresses in device memory, not as arguments, so a
 captured CUDA graph stays valid when the cache grows or is allocated anew. `header` holds the block
@@ -452,3 +453,27 @@ def grouped_product_kernel(
             total += tl.dot(left, right, input_precision=PRECISION)
         targets = own_rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
         tl.store(outputs + targets, total, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def move_states_kernel(
+    rows,
+    table_address,
+    table_rows,
+    lengths,
+    size,
+    TYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_LOADED: tl.constexpr,
+):
+    """Copy a chunk of a row's state out of the table, or into it; an empty row gets zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    own = rows + row * size + places
+    table_row = tl.load(table_rows + row).to(tl.int64)
+    table = tl.load(table_address).to(tl.pointer_type(TYPE)) + table_row * size + places
+    is_there = places < tl.where(tl.load(lengths + row) > 0, size, 0)
+    if IS_LOADED:
+        tl.store(own, tl.load(table, mask=is_there, other=0), mask=places < size)
+    else:
+        tl.store(table, tl.load(own, mask=is_there), mask=is_there)

@@ -28,8 +28,10 @@ from cb_rollout.engine.attention.triton.kernels import (
     cut_kernel,
     grouped_product_kernel,
     join_kernel,
+    move_states_kernel,
     write_kernel,
 )
+from cb_rollout.engine.kv_cache.layout import TensorSpec
 from cb_rollout.engine.numerics.kernels import with_unit_stride
 
 # The fewest that a tensor-core product takes.
@@ -55,6 +57,16 @@ MAX_TILE_KEYS = 128
 
 # Numbers of partial outputs that a join holds at a time.
 JOINED_NUMBERS = 4096
+
+# Numbers of a state that a program copies, more of which spill registers, and the type that states
+# are copied as, by bytes of a number.
+STATE_CHUNK = 1024
+COPIED = {
+    1: (torch.int8, tl.int8),
+    2: (torch.int16, tl.int16),
+    4: (torch.int32, tl.int32),
+    8: (torch.int64, tl.int64),
+}
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -311,6 +323,39 @@ def cut(metadata: AttentionMetadata, window: int | None) -> WorkList:
         num_warps=4,
     )
     return work
+
+
+@dataclass(frozen=True, slots=True)
+class StateTable(TensorSpec):
+    """A table of one state, with a row for each sequence."""
+
+    number: int
+    """Place of its address in `AttentionMetadata.addresses`."""
+
+
+def move_states(
+    table: StateTable, metadata: AttentionMetadata, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Load the rows' states from a table, or save `rows` there; return them, `[B, *table.shape]`.
+
+    An empty row gets zeros, and is not saved.
+    """
+    shape, is_loaded = (metadata.lengths_B.shape[0], *table.shape), rows is None
+    if rows is None:
+        rows = metadata.addresses.new_empty(shape, dtype=table.dtype)
+    assert (tuple(rows.shape), rows.dtype) == (shape, table.dtype), "another state is saved"
+    copied, pointed = COPIED[table.dtype.itemsize]
+    move_states_kernel[(shape[0], triton.cdiv(table.num_elements, STATE_CHUNK))](
+        rows.contiguous().view(copied),
+        metadata.addresses[table.number :],
+        metadata.table_rows_B,
+        metadata.lengths_B,
+        table.num_elements,
+        TYPE=pointed,
+        CHUNK=STATE_CHUNK,
+        IS_LOADED=is_loaded,
+    )
+    return rows
 
 
 def grouped_product(
