@@ -80,9 +80,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.is_json:
         write_json(found)
         return 0
+    rows = []
     for name, value in found.items():
-        is_group = isinstance(value, Mapping)
-        for key, text in value.items() if is_group else [(name, value)]:
+        for key, text in value.items() if isinstance(value, Mapping) else [(name, value)]:
             lines = text if isinstance(text, list) else [text]
-            sys.stdout.writelines(f"{key:<26} {line or 'none'}\n" for line in lines or [None])
+            rows += [f"{key:<26} {line or 'none'}\n" for line in lines or [None]]
+    # One write: a reader such as `head` may close the pipe after a line.
+    sys.stdout.write("".join(rows))
     return 0
