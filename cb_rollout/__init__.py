@@ -41,6 +41,6 @@ if TYPE_CHECKING:
     from cb_rollout.types import RequestStatus as RequestStatus
     from cb_rollout.types import SyncReport as SyncReport
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

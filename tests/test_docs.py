@@ -21,7 +21,9 @@ from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
 from cb_rollout.metrics.registry import METRICS
 from cb_rollout.tools.cli import create_parser
+from cb_rollout.tools.cli.command import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PARTLY
 from site_pages import DOCS, PAGES, linked_files, parts
+from write_docs import COMMAND_LINE_HEADER
 
 ROOT = Path(__file__).parents[1]
 DECISIONS = ROOT / "docs" / "decisions"
@@ -30,6 +32,8 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 EVERY_PAGE = [
     *PAGES,
+    "AGENTS.md",
+    "llms.txt",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / DOCS).rglob("*.md"))),
 ]
 # These tell what was, so the names in them may be gone.
@@ -265,6 +269,13 @@ def test_the_architecture_names_the_file_of_every_law():
     files = (ROOT / "tests" / "invariants").glob("test_*.py")
     laws = {path.relative_to(ROOT).as_posix() for path in files}
     assert laws <= named, laws - named
+
+
+def test_every_exit_code_of_every_command_is_documented():
+    rows = re.findall(r"^\| `(\w+)` \|", COMMAND_LINE_HEADER, re.MULTILINE)
+    assert sorted(rows) == sorted(subcommands())
+    codes = re.findall(r"^\| (\d+) \|", COMMAND_LINE_HEADER, re.MULTILINE)
+    assert codes == ["0", str(EXIT_PARTLY), str(EXIT_FAULT), str(EXIT_INTERRUPTED)]
 
 
 def test_every_example_of_an_addition_is_run_by_a_test():

@@ -87,7 +87,7 @@ OWN_FIELDS = [
     "training_reserve_gib",
 ]
 
-SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "doctor"}
+SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "doctor", "env"}
 
 HOMELESS = {"utils", "common", "helpers", "misc"}
 # Names of modules that own no noun.

@@ -1,13 +1,17 @@
-"""The contents of the wheel, and its commands without a checkout."""
+"""The wheel and the source archive, the commands of a wheel without a checkout, and the image."""
 
+import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+from cb_rollout import __version__
 from cb_rollout.tools.cli.demo import RECIPE, recipe_path
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +65,95 @@ def test_the_demo_is_found_where_a_wheel_puts_it_and_in_a_checkout():
 def test_a_wheel_has_every_file_of_the_package_and_the_demo(unpacked):
     assert package_files(unpacked) == package_files(ROOT) | {"cb_rollout" / RECIPE}
     assert (unpacked / "cb_rollout" / RECIPE).read_bytes() == (ROOT / RECIPE).read_bytes()
+
+
+def test_a_source_archive_has_what_makes_the_wheel_and_runs_its_tests(tmp_path):
+    pytest.importorskip("hatchling", reason="archives are built by hatchling, from the extra dev")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
+    top = f"cb_rollout-{__version__}"
+    with tarfile.open(tmp_path / f"{top}.tar.gz") as archive:
+        names = set(archive.getnames())
+    wanted = {"PKG-INFO", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", str(RECIPE)}
+    wanted |= {"CHANGELOG.md", "scripts/test.sh", "scripts/_venv.sh", "tests/test_wheel.py"}
+    wanted |= {str(path) for path in package_files(ROOT)}
+    assert {f"{top}/{name}" for name in wanted} <= names
+    assert not [name for name in names if "/.venv" in name or "/runs/" in name]
+
+
+def test_what_the_wheel_requires_is_what_a_trainer_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    trainer = {"torch", "transformers", "trl", "accelerate", "peft"}
+    assert names == trainer | {"wandb", "psutil"}
+
+
+def test_the_changelog_has_a_section_of_the_version():
+    sections = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert next(name for name in sections if name != "Unreleased") == __version__
+
+
+def test_the_image_is_made_of_files_that_there_are():
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    copied = re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)
+    sources = [source for line in copied for source in line.split()]
+    assert {"cb_rollout", "recipes", "pyproject.toml"} <= set(sources)
+    assert all((ROOT / source).exists() for source in sources), sources
+    arguments = set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
+    assert (
+        arguments == set(re.findall(r"\$\{(\w+)", text)) == {"BASE", "TORCH_INDEX", "REQUIREMENTS"}
+    )
+
+
+def test_a_tag_publishes_what_was_checked_on_every_python():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "package.yml").read_text())
+    # YAML takes a bare `on` for true.
+    assert workflow[True]["push"]["tags"] == ["v*"]
+    wheel, publish = workflow["jobs"]["wheel"], workflow["jobs"]["publish"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [line.rpartition(" ")[2] for line in project["classifiers"] if ":: 3." in line]
+    assert wheel["strategy"]["matrix"]["python"] == named
+    assert "bash scripts/check_wheel.sh python" in [step.get("run") for step in wheel["steps"]]
+    assert publish["needs"] == "wheel"
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "refs/tags/" in publish["if"]
+    assert publish["steps"][-1]["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert not {"with", "env"} & set(publish["steps"][-1])
+
+
+TRAINED = """
+import importlib.abc, runpy, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "wandb":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+if "without" in sys.argv:
+    sys.meta_path.insert(0, Missing())
+    # What transformers looks for.
+    import importlib.util
+    found = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *a: None if name == "wandb" else found(name, *a)
+runpy.run_path(sys.argv[1], run_name="__main__")
+if "without" in sys.argv:
+    assert "wandb" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wandb", ["with", "without"])
+def test_a_trainer_is_attached_and_nothing_loads_wandb_for_it(wandb, tmp_path):
+    script = str(ROOT / "scripts" / "attach_once.py")
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINED, script, wandb],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "tokens a step" in done.stdout
 
 
 @pytest.mark.slow

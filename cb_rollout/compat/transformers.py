@@ -22,9 +22,9 @@ from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
 from cb_rollout.compat.patching import CountedPatch, replacing
 from cb_rollout.errors import ConfigurationError
 
-# The argument of a forward that takes the cache in transformers 5.23; Mamba's is `cache_params`,
-# RWKV's `state`, which is no Cache.
-CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
+# The argument of a forward that takes the cache: `cache` since transformers 5.24; before, Mamba's
+# is `cache_params`, others' `past_key_values`. RWKV's is `state`, which is no Cache.
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 
 # A cache layer that keeps nothing; transformers 5.17 has none, and takes an empty one.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
@@ -155,6 +155,16 @@ def forward_argument_names(model: PreTrainedModel) -> frozenset[str]:
     Read from the class: accelerate 1.15 replaces `forward` on the instance.
     """
     return frozenset(inspect.signature(type(model).forward).parameters)
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """Return the name of the forward's argument for the cache; None: it takes no cache."""
+    parameters = inspect.signature(type(model).forward).parameters
+    names = [name for name in CACHE_ARGUMENTS if name in parameters]
+    # XLM's `cache` is a dict.
+    if names and names[0] == "cache" and "Cache" not in str(parameters["cache"].annotation):
+        names = names[1:]
+    return names[0] if names else None
 
 
 def forward_passes_on(model: PreTrainedModel) -> bool:

@@ -3,9 +3,9 @@ import threading
 import pytest
 import torch
 from tiny import plain_logprobs, tiny_model
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 
-from cb_rollout.compat.transformers import replacing_attention
+from cb_rollout.compat.transformers import cache_argument, replacing_attention
 
 PRISTINE = AttentionInterface.get_interface
 
@@ -64,3 +64,43 @@ def test_the_last_thread_to_leave_restores_the_lookup_even_after_an_error():
     thread.join()
     assert AttentionInterface.get_interface is PRISTINE
     assert torch.is_grad_enabled()
+
+
+class TakesCache:
+    """A model of transformers 5.24."""
+
+    def forward(self, input_ids, cache: Cache | None = None, **kwargs):
+        pass
+
+
+class TakesPastKeyValues:
+    """A model of transformers 5.23."""
+
+    def forward(self, input_ids, past_key_values: Cache | None = None, **kwargs):
+        pass
+
+
+class TakesDict:
+    """XLM."""
+
+    def forward(self, input_ids, cache: dict[str, torch.Tensor] | None = None):
+        pass
+
+
+class TakesNothing:
+    def forward(self, input_ids):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (TakesCache(), "cache"),
+        (TakesPastKeyValues(), "past_key_values"),
+        (TakesDict(), None),
+        (TakesNothing(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_argument_for_the_cache_is_the_one_of_this_transformers(model, name):
+    assert cache_argument(model) == name

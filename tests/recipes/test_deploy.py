@@ -85,14 +85,8 @@ def test_compose_starts_the_nodes_that_the_recipe_asks_for(services, monkeypatch
     assert {service["environment"]["RAY_AUTH_MODE"] for service in services.values()} == {"token"}
     build = trainer["build"]
     assert (DEPLOY / build["context"]).resolve() == ROOT
-    assert (ROOT / build["dockerfile"]).exists()
-
-
-def test_the_image_is_made_of_files_that_there_are():
-    copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
-    sources = [source for line in copied for source in line.split()]
-    assert "cb_rollout" in sources
-    assert all((ROOT / source).exists() for source in sources), sources
+    dockerfile = (ROOT / build["dockerfile"]).read_text()
+    assert all(f"\nARG {name}=" in dockerfile for name in build["args"])
 
 
 def test_kuberay_starts_the_nodes_that_the_recipe_asks_for(ray_job, documents, monkeypatch):

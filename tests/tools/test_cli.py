@@ -1,7 +1,9 @@
 import ast
 import dataclasses
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +83,16 @@ def test_report_lists_the_runs_of_a_directory_and_takes_one_by_its_id(tmp_path, 
     assert "--run is given 2 times for 1 RUN_DIR" in the_fault(capsys)
 
 
+def test_report_and_its_list_are_json_too(tmp_path, capsys):
+    recorder = RunRecorder(tmp_path)
+    recorder.record_metrics(StepMetrics(3, "train", {"reward": 0.5}, [3]))
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"path": str(tmp_path / "report.html")}
+    assert main(["report", str(tmp_path), "--list", "--json"]) == 0
+    (run,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (run["run_id"], run["steps"]) == (recorder.run_id, [3])
+
+
 def test_a_fault_is_one_line_on_stderr_and_exit_code_2(tmp_path, capsys):
     assert main(["report", str(tmp_path / "not\nthere")]) == 2
     printed = capsys.readouterr()
@@ -143,6 +155,17 @@ def test_generate_writes_the_output_and_prints_a_summary(
     assert "8 of them from before" in capsys.readouterr().out
 
 
+def test_the_summary_of_generate_is_json_too(checkpoint, jsonl, capsys, tmp_path, monkeypatch):
+    (tmp_path / "ones.py").write_text("def one(row):\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    jsonl.write_text(jsonl.read_text().splitlines()[0] + "\n")
+    assert generate(checkpoint, jsonl, "--json", "--evaluate", "ones:one") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_rows"], report["num_failed"]) == (1, 0)
+    # A mean over one row has no standard error, and JSON has no NaN.
+    assert [(score["mean"], score["mean_error"]) for score in report["scores"]] == [(1.0, None)]
+
+
 def test_generate_with_failed_sequences_exits_with_code_1(checkpoint, jsonl, capsys):
     with jsonl.open("a") as file:
         file.write(json.dumps({"prompt": "x" * 600}) + "\n")
@@ -200,6 +223,38 @@ def test_generate_has_every_option_of_the_data_set_function(checkpoint, jsonl):
         given = [flag] if field.default is False else [flag, "1"]
         parsed = vars(create_parser().parse_args([*required, *given]))
         assert set(parsed) - set(plain) == {field.name}
+
+
+def test_env_names_versions_and_the_machine_as_text_and_as_json(capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CB_ROLLOUT_API_KEY", "secret")
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed)
+    assert found["cb_rollout"] == __version__
+    assert found["packages"]["torch"] == importlib.metadata.version("torch")
+    assert found["variables"]["OMP_NUM_THREADS"] == "1"
+    for name, value in (found["packages"] | found["variables"]).items():
+        assert re.search(rf"^{name} +{re.escape(str(value or 'none'))}$", text, re.MULTILINE)
+    assert "secret" not in text + printed
+    assert str(Path.home()) not in text + printed
+
+
+def test_env_lists_the_gpus_that_the_driver_names(capsys, monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'NVIDIA X, 81559 MiB, 580.1'\necho 'NVIDIA Y, 24576 MiB, 580.1'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith("gpus")] == [
+        "NVIDIA X, 81559 MiB, 580.1",
+        "NVIDIA Y, 24576 MiB, 580.1",
+    ]
 
 
 def third_party_imports(path):

@@ -1,4 +1,5 @@
 import json
+import platform
 import tomllib
 from pathlib import Path
 
@@ -197,3 +198,13 @@ def test_the_machine_is_described_without_a_checkpoint():
     assert {"python", "torch", "transformers", "trl", "wandb", "flash_attn", "triton"} <= set(found)
     assert "not used: use_cuda_graph=True" in found["CUDA graphs"].text
     assert found["memory free"].text.endswith("GiB on cpu")
+
+
+def test_the_findings_are_json_too(checkpoints, capsys):
+    assert main(["doctor", str(checkpoints / "t5"), "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["is_usable"] is False
+    assert {"level": "ok", "name": "python", "text": platform.python_version()} in printed[
+        "findings"
+    ]
+    assert printed["findings"][-1]["level"] == "bad"

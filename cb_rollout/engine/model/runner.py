@@ -98,13 +98,13 @@ class ModelRunner:
         """Reads pages without a gather in decode steps; None: histories are gathered."""
         self.recorder: RouteRecorder | None = None
         """Records the experts that tokens take; None: they are not recorded."""
-        caches = [name for name in hf_compat.CACHE_ARGUMENTS if name in self._names]
-        if not caches:
+        cache_argument = hf_compat.cache_argument(model)
+        if cache_argument is None:
             raise ConfigurationError(
-                f"{type(model).__name__}.forward takes no past_key_values, so its past cannot be "
-                "kept; roll this model out with model.generate."
+                f"{type(model).__name__}.forward takes no transformers cache, so its past cannot "
+                "be kept; roll this model out with model.generate."
             )
-        self._cache_argument = caches[0]
+        self._cache_argument = cache_argument
 
     @property
     def forward_identity(self) -> tuple[Any, ...]:

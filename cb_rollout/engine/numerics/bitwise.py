@@ -114,8 +114,9 @@ def _position_hook(names: list[str]) -> Callable[..., Any]:
         _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         passed = dict(zip(names, args, strict=False)) | kwargs
-        mask, past = passed.get("attention_mask"), passed.get("past_key_values")
-        is_counted = passed.get("position_ids") is not None or past is not None
+        mask = passed.get("attention_mask")
+        counted_by = ("position_ids", *hf_compat.CACHE_ARGUMENTS)
+        is_counted = any(passed.get(name) is not None for name in counted_by)
         if is_counted or not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return None
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)

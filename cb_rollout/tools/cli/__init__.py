@@ -13,6 +13,7 @@ from cb_rollout.tools.cli.bench import add_bench
 from cb_rollout.tools.cli.command import CommandParser
 from cb_rollout.tools.cli.demo import add_demo
 from cb_rollout.tools.cli.doctor import add_doctor
+from cb_rollout.tools.cli.env import add_env
 from cb_rollout.tools.cli.generate import add_generate
 from cb_rollout.tools.cli.report import add_report
 from cb_rollout.tools.cli.serve import add_serve
@@ -43,6 +44,6 @@ def create_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for add in (add_demo, add_generate, add_serve, add_bench, add_report, add_doctor):
+    for add in (add_demo, add_generate, add_serve, add_bench, add_report, add_doctor, add_env):
         add(commands)
     return parser

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import importlib.util
+import json
+import math
 import re
 import sys
 import tempfile
@@ -87,6 +89,26 @@ def add_fields(
             help=text.replace("%", "%%"),
             **action,
         )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`, which is `is_json` of the parsed arguments."""
+    parser.add_argument(
+        "--json", dest="is_json", action="store_true", help="print one JSON object instead of text"
+    )
+
+
+def write_json(value: Any) -> None:
+    """Write a value to stdout as JSON; a number that is not finite becomes null."""
+
+    def finite(inner: Any) -> Any:
+        if isinstance(inner, Mapping):
+            return {key: finite(item) for key, item in inner.items()}
+        if isinstance(inner, list | tuple):
+            return [finite(item) for item in inner]
+        return None if isinstance(inner, float) and not math.isfinite(inner) else inner
+
+    sys.stdout.write(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 
 
 def require_packages(command: str, packages: Iterable[str], requirement: str) -> None:

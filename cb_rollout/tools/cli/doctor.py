@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from cb_rollout.tools.cli.command import EXIT_PARTLY
+from cb_rollout.tools.cli.command import EXIT_PARTLY, add_json, write_json
 
 VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")
 
@@ -30,6 +30,7 @@ def add_doctor(commands: Any) -> None:
         default=0.8,
         help="share of the free memory that the KV cache may take (0.8)",
     )
+    add_json(parser)
     parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 
 
@@ -37,13 +38,20 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
 
-    worst, findings = Level.OK, machine_findings(arguments.device)
+    worst, rows, findings = Level.OK, [], machine_findings(arguments.device)
     if arguments.model is not None:
         options = ("dtype", "device", "max_memory_percent")
         given = {name: getattr(arguments, name) for name in options}
         findings = chain(findings, checkpoint_findings(arguments.model, **given))
     for finding in findings:
-        print(in_options(str(finding)), flush=True)
         worst = max(worst, finding.level)
-    print(f"\n{VERDICTS[worst]}")
+        if arguments.is_json:
+            text = in_options(" ".join(finding.text.split()))
+            rows.append({"level": finding.level.name.lower(), "name": finding.name, "text": text})
+        else:
+            print(in_options(str(finding)), flush=True)
+    if arguments.is_json:
+        write_json({"is_usable": worst is not Level.BAD, "findings": rows})
+    else:
+        print(f"\n{VERDICTS[worst]}")
     return EXIT_PARTLY if worst is Level.BAD else 0

@@ -1,10 +1,11 @@
 """`cb-rollout generate`: `generate_dataset` as a command, with an option for each setting."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields
+from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields, add_json, write_json
 from cb_rollout.tools.dataset.options import DatasetOptions
 
 DESCRIPTION = """\
@@ -52,6 +53,7 @@ def add_generate(commands: Any) -> None:
         action="store_false",
         help="Write no progress to stderr.",
     )
+    add_json(parser)
     add_fields(parser, DatasetOptions)
     parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 
@@ -61,6 +63,10 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     from cb_rollout.tools.dataset import generate_dataset
 
     options = {name: value for name, value in vars(arguments).items() if name != "run"}
+    is_json = options.pop("is_json", False)
     report = generate_dataset(**options)
-    print(in_options(str(report)))
+    if is_json:
+        write_json(dataclasses.asdict(report))
+    else:
+        print(in_options(str(report)))
     return EXIT_PARTLY if report.num_failed else 0

@@ -1,11 +1,13 @@
 """`cb-rollout report`: write the HTML report of a run, or a comparison of two runs."""
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import list_runs
+from cb_rollout.tools.cli.command import add_json, write_json
 from cb_rollout.tools.report import write_comparison, write_report
 
 
@@ -38,13 +40,17 @@ def add_report(commands: Any) -> None:
         help="one of the runs of RUN_DIR (the last); once for each RUN_DIR, in their order",
     )
     parser.add_argument("--list", action="store_true", help="list the runs of RUN_DIR")
+    add_json(parser)
     parser.set_run(_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.list:
-        for run in list_runs(arguments.run_dir):
-            print(run)
+        runs = list_runs(arguments.run_dir)
+        if arguments.is_json:
+            write_json({"runs": [dataclasses.asdict(run) for run in runs]})
+        else:
+            print(*runs, sep="\n")
         return 0
     run_dir, other, run_ids = arguments.run_dir, arguments.other_run_dir, arguments.run_ids or []
     num_dirs = 1 if other is None else 2
@@ -57,5 +63,8 @@ def _run(arguments: argparse.Namespace) -> int:
         path = write_report(run_dir, first)
     else:
         path = write_comparison(run_dir, other, (first, second))
-    print(path)
+    if arguments.is_json:
+        write_json({"path": str(path)})
+    else:
+        print(path)
     return 0

@@ -43,7 +43,8 @@ def with_one_row_only(arguments):
 
 
 def with_late_keys(arguments):
-    cache = arguments["past_key_values"]
+    # transformers 5.24 renamed it.
+    cache = arguments["cache"] if "cache" in arguments else arguments["past_key_values"]
     if cache is not None and cache.get_seq_length():
         arguments["input_ids"] = arguments["input_ids"].roll(1) * 0 + 5
     return arguments

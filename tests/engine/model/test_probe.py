@@ -4,6 +4,7 @@ from tiny import FAMILIES, SMALL, tiny_model
 from transformers import AutoModelForCausalLM, DeepseekV32Config, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
+from cb_rollout.compat.transformers import cache_argument
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.model.probe import probe
 from cb_rollout.engine.model.runner import ModelRunner
@@ -120,7 +121,7 @@ def test_an_unknown_layer_type_is_refused_with_what_to_use():
 
     def forward(input_ids, cache):
         cache.layers[1] = CompressingLayer()
-        return model(input_ids, past_key_values=cache, use_cache=True)
+        return model(input_ids, **{cache_argument(model): cache}, use_cache=True)
 
     with pytest.raises(ConfigurationError, match=r"a CompressingLayer layer .*model\.generate"):
         probe(model.config, forward)
