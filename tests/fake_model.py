@@ -98,7 +98,7 @@ class FakeModel:
     A forward that would read a wrong, moved, overwritten or outdated key is noted in `faults`.
     """
 
-    device, batch_layout = CPU, BatchLayout.PADDED
+    device, batch_layout, attention_backend = CPU, BatchLayout.PADDED, None
     layout = SimpleNamespace(is_recurrent=False)
 
     def __init__(self, limits, num_blocks, max_blocks, *, has_graphs=False, policy="fifo"):
@@ -231,7 +231,10 @@ class FakeModel:
 
     def _graphs(self):
         decoding = SimpleNamespace(
-            find=lambda cache, table: None, is_cut=lambda lengths, interval: False, rows_per_tile=3
+            find=lambda cache, table: None,
+            is_cut=lambda lengths, interval: False,
+            rows_per_tile=3,
+            cache=SimpleNamespace(is_recurrent=False),
         )
         sizes = GraphSizes()
         graphs = GraphedDecoding(

@@ -215,44 +215,49 @@ def has_hooks(model: torch.nn.Module) -> bool:
     return False
 
 
-# Libraries whose hooks and replaced forwards shard a model, or compute the same in another way.
+# Libraries whose hooks and replaced forwards shard or watch a model, or compute the same.
 _SAME_FORWARD = (
-    *("accelerate.", "cb_rollout.", "deepspeed.", "liger_kernel.", "peft.", "trl."),
+    *("accelerate.", "cb_rollout.", "deepspeed.", "liger_kernel.", "peft.", "trl.", "wandb."),
     *("torch._dynamo.", "torch.distributed.", "transformers.integrations."),
 )
 
 
-def changed_forwards(model: torch.nn.Module) -> list[str]:
-    """Return the names of modules that compute something else than their class does.
+def own_forwards(model: torch.nn.Module) -> list[str]:
+    """Return the names of modules that run another `forward` than their class's.
 
-    They have a hook, or a `forward` of their own, that none of some libraries put there. Another
-    `forward` of the whole model counts unless it wraps that of its class.
+    Left out is what some libraries put there, and of the whole model what wraps its class's.
     """
     own = inspect.unwrap(type(model).forward)
-
-    def is_changed(module: torch.nn.Module) -> bool:
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        changes = [hook for hook in hooks if not _is_captured(hook)]
-        forward = vars(module).get("forward")
-        inner = inspect.unwrap(getattr(forward, "__func__", forward)) if forward else own
-        if inner is not own or module is not model:
-            changes += [forward] if forward else []
-        return not all(_defined_in(change).startswith(_SAME_FORWARD) for change in changes)
-
-    return [name or "the model" for name, module in model.named_modules() if is_changed(module)]
+    return [
+        name or "the model"
+        for name, module in model.named_modules()
+        if (forward := vars(module).get("forward")) is not None
+        and not _is_same(forward)
+        and not (module is model and inspect.unwrap(getattr(forward, "__func__", forward)) is own)
+    ]
 
 
-def _is_captured(hook: object) -> bool:
-    return getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS)
+def own_hooks(model: torch.nn.Module) -> list[str]:
+    """Return the names of modules with a forward hook that none of some libraries put there."""
+    return [
+        name or "the model"
+        for name, module in model.named_modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not _is_captured(hook) and not _is_same(hook)
+    ]
 
 
-def _defined_in(function: Any) -> str:
-    """Return the module of a function's code, whatever it says to wrap, with a dot at the end."""
+def _is_same(function: Any) -> bool:
+    """Return whether a function's code, whatever it says to wrap, is of `_SAME_FORWARD`."""
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
-    return f"{names['__name__']}."
+    return f"{names['__name__']}.".startswith(_SAME_FORWARD)
+
+
+def _is_captured(hook: object) -> bool:
+    return getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS)
 
 
 class OptimizerSteps:

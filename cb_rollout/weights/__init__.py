@@ -84,12 +84,17 @@ def _pays_as_copy(module: PreTrainedModel, precision: Precision) -> bool:
     """Return whether a copy holds weights cast that the training module would cast in each step."""
     if hf_compat.is_quantized(module) or not casts_weights(module, precision):
         return False
-    changed = torch_compat.changed_forwards(module)
+    changed = _changes_forwards(module)
     # Only a copy has weights of another dtype than the training module's.
     if changed and precision.copy_dtype is None:
         _LOGGER.info("weights: shared; a copy would not compute %s", abbreviated(changed))
         return False
     return True
+
+
+def _changes_forwards(module: PreTrainedModel) -> list[str]:
+    """Return the names of modules that a copy would not compute as the training module does."""
+    return [*torch_compat.own_forwards(module), *torch_compat.own_hooks(module)]
 
 
 def _with_adapters(
@@ -116,7 +121,7 @@ def _merged_copy_fits(
     module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> tuple[bool, str]:
     """Return whether there is room for a merged copy, and why, as a phrase."""
-    if hf_compat.is_quantized(module) or torch_compat.changed_forwards(module):
+    if hf_compat.is_quantized(module) or _changes_forwards(module):
         return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
     if config.num_blocks is not None:
         return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"

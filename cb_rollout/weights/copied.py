@@ -4,6 +4,7 @@ Owns the copy and the record of its last sync. Reads the training module and nev
 Gathers sharded weights one bucket at a time. Called from the training thread, the engine paused.
 """
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,8 @@ from cb_rollout.weights.tensor import Weight, computed_by, weights_of
 # Sharded weights gathered at once: enough for one large tensor, little beside a model.
 BUCKET_BYTES = 256 * 2**20
 
+_LOGGER = logging.getLogger(__name__)
+
 Signature = tuple[tuple[int, int, int], ...]
 
 
@@ -54,8 +57,9 @@ class CopiedWeights(WeightSynchronizer):
             device: of the copy; None: that of the training module.
             tensor_parallel_size: neighbouring processes over which the copy's layers are split.
         """
+        self._hooked: list[str] = []
         self.follow(trained)
-        self._require_own_forwards()
+        self._check_forwards()
         self.autocast_dtype = precision.autocast_dtype
         self._precision = precision
         # A weight keeps its tensors alive, so no other tensor takes over an id.
@@ -85,7 +89,7 @@ class CopiedWeights(WeightSynchronizer):
         """
         # Autocast would round the adapters that are merged.
         with devices.plain_modes(), torch.no_grad():
-            self._require_own_forwards()
+            self._check_forwards()
             source, weights = self._matching()
             if self._released:
                 self._taken.clear()
@@ -138,15 +142,22 @@ class CopiedWeights(WeightSynchronizer):
         self._matched = (structure, source, weights) if is_kept else None
         return source, weights
 
-    def _require_own_forwards(self) -> None:
-        """Raise `WeightSyncError` where the training module has a hook or a forward of its own."""
-        if changed := torch_compat.changed_forwards(self._source):
+    def _check_forwards(self) -> None:
+        """Raise `WeightSyncError` where the training module has own forwards; warn of its hooks."""
+        if replaced := torch_compat.own_forwards(self._source):
             raise WeightSyncError(
-                f"{len(changed)} parts of the training module have a forward hook, or a forward "
-                f"that is not their class's: {abbreviated(changed)}. "
-                "A copy takes over tensors only, and would compute without it; remove the hook, or "
-                "use weight_sync='shared'."
+                f"{len(replaced)} parts of the training module have a forward that is not their "
+                f"class's: {abbreviated(replaced)}. A copy takes over tensors only; use "
+                "weight_sync='shared'."
             )
+        hooked = torch_compat.own_hooks(self._source)
+        if hooked and hooked != self._hooked:
+            _LOGGER.warning(
+                "a copy of the weights generates, and runs no forward hook of the training module "
+                "(%s); if a hook changes what the model computes, use weight_sync='shared'",
+                abbreviated(hooked),
+            )
+        self._hooked = hooked
 
     def _require_same_modules(self) -> None:
         """Raise `WeightSyncError` where a module of another kind computes since the copy was made.

@@ -60,23 +60,39 @@ def replaced(model):
     layer.forward = functools.wraps(own)(lambda rows: -own(rows))
 
 
-@pytest.mark.parametrize("changed", [hooked, replaced])
-def test_a_copy_is_refused_where_the_trainer_runs_a_forward_of_its_own(changed, caplog):
+def test_a_copy_is_refused_where_the_trainer_runs_a_forward_of_its_own():
     model = tiny_model()
     with RolloutGenerator(model, COPY) as generator:
-        changed(model)
-        with pytest.raises(WeightSyncError, match=r"forward hook.*layers\.0\.mlp"):
+        replaced(model)
+        with pytest.raises(WeightSyncError, match=r"a forward that .*layers\.0\.mlp.*'shared'"):
             generator.sync_weights()
     with pytest.raises(WeightSyncError, match="shared"):
         RolloutGenerator(model, COPY)
-    # Autocast runs such a model itself, where it would else hold a copy cast.
+
+
+def test_a_copy_tells_of_a_hook_that_it_does_not_run_once(caplog):
+    model = tiny_model()
+    with RolloutGenerator(model, COPY) as generator:
+        assert "hook" not in caplog.text
+        hooked(model)
+        generator.sync_weights()
+        generator.sync_weights()
+    assert (
+        caplog.text.count("runs no forward hook of the training module (model.layers.0.mlp)") == 1
+    )
+
+
+@pytest.mark.parametrize("changed", [hooked, replaced])
+def test_a_model_with_hooks_runs_itself_under_autocast(changed, caplog):
     caplog.set_level("INFO")
     config = RolloutConfig(rollout_dtype="bfloat16", seed=0)
+    with RolloutGenerator(tiny_model(), config) as generator:
+        assert generator.manager.engine.runs_a_copy
+    model = tiny_model()
+    changed(model)
     with RolloutGenerator(model, config) as generator:
         assert not generator.manager.engine.runs_a_copy
         assert "weights: shared; a copy would not compute model.layers.0.mlp" in caplog.text
-    with RolloutGenerator(tiny_model(), config) as generator:
-        assert generator.manager.engine.runs_a_copy
 
 
 def test_a_frozen_weight_that_takes_the_place_of_another_is_copied():
