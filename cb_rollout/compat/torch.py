@@ -218,7 +218,8 @@ def has_hooks(model: torch.nn.Module) -> bool:
 # Libraries whose hooks and replaced forwards shard or watch a model, or compute the same.
 _SAME_FORWARD = (
     *("accelerate.", "cb_rollout.", "deepspeed.", "liger_kernel.", "peft.", "trl.", "wandb."),
-    *("torch._dynamo.", "torch.distributed.", "transformers.integrations."),
+    *("torch._dynamo.", "torch.distributed.", "transformers.distributed."),
+    "transformers.integrations.",
 )
 
 

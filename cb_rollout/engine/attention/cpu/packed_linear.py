@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -52,7 +52,7 @@ class PackedLinear:
     def __init__(self, model: torch.nn.Module, *, is_enabled: bool) -> None:
         self._model, self._is_enabled = model, is_enabled
         self._fits: bool | None = None
-        self._layers: dict[int, torch.nn.Linear] | None = None
+        self._layers: dict[int, LinearLayer] | None = None
         self._packed: dict[tuple[object, ...], torch.Tensor] = {}
         self._joined: dict[int, Sequence[torch.Tensor]] = {}
 
@@ -62,7 +62,7 @@ class PackedLinear:
         `dtype` is that of the rows.
         """
         held = _product_dtype(dtype) if self._is_enabled else None
-        size = sum(layer.weight.numel() for layer in _linear_layers(self._model).values())
+        size = sum(layer.weight_NK.numel() for layer in _linear_layers(self._model).values())
         packed = 0 if held is None else held.itemsize * size
         self._fits = devices.FREE_PER_COPY * packed <= free_bytes
         if not self._fits:
@@ -91,13 +91,13 @@ class PackedLinear:
         self._packed[key] = packed
         return packed
 
-    def joined_with(self, weight: torch.Tensor, dtype: torch.dtype) -> list[torch.nn.Linear]:
+    def joined_with(self, weight: torch.Tensor, dtype: torch.dtype) -> list["LinearLayer"]:
         """Return the layers whose weights are packed as one with this one; []: it is alone."""
         layers = self._packable(dtype)
         joined = self._joined.get(id(weight), ())
         return [layers[id(other)] for other in joined]
 
-    def _packable(self, dtype: torch.dtype) -> dict[int, torch.nn.Linear]:
+    def _packable(self, dtype: torch.dtype) -> dict[int, "LinearLayer"]:
         """Return the layers that are packed, by the `id` of their weights."""
         if self._fits is None:
             self.plan(devices.memory(CPU).free_bytes, dtype)
@@ -205,13 +205,22 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype == torch.float32 else None
 
 
-def _linear_layers(model: torch.nn.Module) -> dict[int, torch.nn.Linear]:
+class LinearLayer(NamedTuple):
+    """The parameters of a linear layer, which as long as this lives lend their `id` to no other."""
+
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+
+
+def _linear_layers(model: torch.nn.Module) -> dict[int, LinearLayer]:
     """Return a model's linear layers on a CPU by the `id` of their weights, each weight once."""
-    layers = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    modules = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
+    # A module may show another tensor at each access, as one does that is split over processes.
+    layers = [LinearLayer(module.weight, module.bias) for module in modules]
     return {
-        id(layer.weight): layer
+        id(layer.weight_NK): layer
         for layer in layers
-        if layer.weight.device.type == "cpu" and layer.weight.dtype.is_floating_point
+        if layer.weight_NK.device.type == "cpu" and layer.weight_NK.dtype.is_floating_point
     }
 
 
@@ -266,7 +275,7 @@ class _ReplacedLinear(TorchFunctionMode):
         rows = inputs.to(self._dtype).reshape(-1, inputs.shape[-1])
         if rows.shape[0] <= MOST_ROWS and not inputs.is_inference():
             layers = self._weights.joined_with(weight, self._dtype)
-            if any(layer.weight is weight and layer.bias is bias for layer in layers):
+            if any(layer.weight_NK is weight and layer.bias_N is bias for layer in layers):
                 return self._joined(inputs, rows, weight, layers)
         return torch.ops.cb_rollout.linear(rows, [weight], [] if bias is None else [bias])
 
@@ -275,16 +284,16 @@ class _ReplacedLinear(TorchFunctionMode):
         inputs: torch.Tensor,
         rows: torch.Tensor,
         weight: torch.Tensor,
-        layers: Sequence[torch.nn.Linear],
+        layers: Sequence[LinearLayer],
     ) -> torch.Tensor:
         """Return outputs of one of the layers that are packed as one, computed together."""
         known, version = self._joined_inputs or (None, 0)
         is_known = known is inputs and version == inputs._version
         if not is_known or id(weight) not in self._joined_outputs:
-            biases = [layer.bias for layer in layers if layer.bias is not None]
-            weights = [layer.weight for layer in layers]
+            biases = [layer.bias_N for layer in layers if layer.bias_N is not None]
+            weights = [layer.weight_NK for layer in layers]
             outputs = torch.ops.cb_rollout.linear(rows, weights, biases)
-            columns = outputs.split([layer.out_features for layer in layers], dim=1)
+            columns = outputs.split([weight_NK.shape[0] for weight_NK in weights], dim=1)
             self._joined_inputs = inputs, inputs._version
             self._joined_outputs = dict(zip(map(id, weights), columns, strict=True))
         # A caller may write to them, so they are returned once.
