@@ -232,6 +232,26 @@ def test_other_weights_are_taken_as_they_are(monkeypatch):
     assert not weights._packed
 
 
+class FreshWeight(torch.nn.Linear):
+    """Shows a new tensor at each access, as a layer does that is split over processes."""
+
+    @property
+    def weight(self):
+        return torch.zeros(7, 20)
+
+    @weight.setter
+    def weight(self, value):
+        pass
+
+
+def test_a_weight_that_lives_shortly_lends_its_id_to_no_other():
+    weights, rows = packed(FreshWeight(20, 7)), torch.randn(8, 20)
+    with weights.active():
+        for _ in range(20):
+            weight = torch.randn(7, 20)
+            check(packed_linear.linear(rows, [weight]), rows, weight)
+
+
 def test_weights_that_do_not_fit_are_not_packed(monkeypatch):
     layer, rows = torch.nn.Linear(20, 7), torch.randn(8, 20)
     bytes_needed = devices.FREE_PER_COPY * layer.weight.nbytes
