@@ -21,9 +21,11 @@ NUM_STEPS, KILLED_IN_STEP, KILLED_AT_FORWARD = 4, 3, 5
 def train(folder: Path, resume: bool = False, is_killed: bool = False) -> dict[str, Any]:
     """Train, and return what was asked and how far samples were from the trainer's policy."""
     asked: list[list[str]] = []
+    sampled: list[list[str]] = []
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
         asked.append(columns["prompts"])
+        sampled.append(completions)
         return share_of_sevens(completions)
 
     trainer = tiny_trainer(
@@ -51,6 +53,7 @@ def train(folder: Path, resume: bool = False, is_killed: bool = False) -> dict[s
     steps = [row for row in trainer.state.log_history if "reward" in row]
     return {
         "prompts": asked,
+        "completions": sampled,
         "steps": [row["step"] for row in steps],
         "differences": [row["sampling/sampling_logp_difference/max"] for row in steps],
         "drifts": [row["rollout/logprob_drift_max"] for row in steps],

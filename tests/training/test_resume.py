@@ -40,6 +40,8 @@ def test_prompts_come_in_the_same_order_and_no_policy_is_stale(tmp_path):
     assert len(whole["prompts"]) == 4
     assert resumed["prompts"] == whole["prompts"][2:]
     assert whole["prompts"][2] != whole["prompts"][0]
+    assert resumed["completions"] == whole["completions"][2:]
+    assert whole["completions"][2] != whole["completions"][0]
     # The log holds the steps before the checkpoint too.
     assert resumed["steps"] == [1, 2, 3, 4]
     first, second = list_runs(tmp_path / "killed")

@@ -73,7 +73,9 @@ class InputProcessor:
         self._seed = secrets.randbits(63) if seed is None else seed
         self._given_rank = rank
         self._lock = threading.Lock()
-        self._num_sequences = self._next_id = 0
+        self.num_sequences = 0
+        """Sequences that were started; the number of the next one, which its draws depend on."""
+        self._next_id = 0
         self._group_numbers = itertools.count()
 
     def requests(
@@ -154,8 +156,8 @@ class InputProcessor:
 
     def _next_number_and_id(self, given_id: str | None) -> tuple[int, str]:
         with self._lock:
-            number, generated_id = self._num_sequences, f"req_{self._next_id}"
-            self._num_sequences += 1
+            number, generated_id = self.num_sequences, f"req_{self._next_id}"
+            self.num_sequences += 1
             if given_id is None:
                 self._next_id += 1
             elif match := _GENERATED_ID.fullmatch(given_id):

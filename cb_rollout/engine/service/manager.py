@@ -111,7 +111,7 @@ class ContinuousBatchingManager:
             # The processes of a group draw the same numbers.
             rank = self.group.data_parallel_rank
             (seed, *_) = self.group.gather(secrets.randbits(63) if seed is None else seed)
-        self._input_processor = InputProcessor(limits, seed, rank, tokenizer)
+        self.input_processor = InputProcessor(limits, seed, rank, tokenizer)
         self.loop = loop = EngineLoop(
             engine,
             max_queue_size=self.config.max_queue_size,
@@ -377,7 +377,7 @@ class ContinuousBatchingManager:
 
     @property
     def limits(self) -> ServingLimits:
-        return self._input_processor.limits
+        return self.input_processor.limits
 
     def status(self) -> EngineStatus:
         """Return the engine's state now."""
@@ -405,7 +405,7 @@ class ContinuousBatchingManager:
         The first prompt with an image, and the first one with several, is run by a plain forward
         too, in a pause of the engine; `ConfigurationError`: the model cannot run them.
         """
-        requests = self._input_processor.requests(inputs, params, **options)
+        requests = self.input_processor.requests(inputs, params, **options)
         for request in requests:
             if request.images is not None and not self.engine.has_checked(request.images):
                 with self.loop.paused():

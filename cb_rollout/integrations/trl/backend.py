@@ -38,6 +38,9 @@ GENERATION_MODE = "cb_rollout"
 # Decode steps of a training from which on a trace is made at once. On a CPU it pays off sooner.
 STEPS_WORTH_TRACE = 256
 
+# In a checkpoint's trainer_state.json, in the form of transformers' own callbacks.
+DRAWS = "cb_rollout"
+
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
 SUMMED = (
     *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
@@ -341,6 +344,10 @@ class GenerationBackend(TrainerCallback):
         num_rollouts = state.max_steps - state.global_step
         length = self.generator.manager.defaults.max_new_tokens or 0
         self._warms_up = num_rollouts * length >= STEPS_WORTH_TRACE
+        if state.global_step and DRAWS in state.stateful_callbacks:
+            saved: Any = state.stateful_callbacks[DRAWS]
+            inputs = self.generator.manager.input_processor
+            inputs.num_sequences = saved["attributes"]["num_sequences"]
         if self.records is not None:
             self.records.begin_training(state.global_step)
 
@@ -369,8 +376,13 @@ class GenerationBackend(TrainerCallback):
     # The last micro-batch of a step has no substep.
     on_pre_optimizer_step = on_substep_end
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Log the share of an optimizer step that rollouts took, and the seconds of its losses."""
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Log the share of an optimizer step that rollouts took, and the seconds of its losses.
+
+        A checkpoint of this step keeps the number of sequences, from which draws go on.
+        """
+        number = self.generator.manager.input_processor.num_sequences
+        state.stateful_callbacks[DRAWS] = {"args": {}, "attributes": {"num_sequences": number}}
         seconds = time.perf_counter() - self._step_began
         metrics = {"rollout/step_share": min(1.0, self._seconds_this_step / seconds)}
         if self._loss_seconds:
