@@ -80,14 +80,18 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGene
     if not hasattr(trainer.args, name):
         name = "max_new_tokens"
     length = getattr(trainer.args, name)
-    for limit, holder in (
-        (limits.max_positions, "the model takes"),
-        (limits.max_cached_tokens(), "the KV cache holds"),
+    for limit, holder, advice in (
+        (limits.max_positions, "the model takes", ""),
+        (
+            limits.max_cached_tokens(),
+            "the KV cache holds",
+            ", or raise num_blocks or max_memory_percent",
+        ),
     ):
         if limit is not None and length >= limit:
             raise ConfigurationError(
                 f"{name}={length} leaves no room for a prompt: {holder} at most "
-                f"{limit} tokens of one sequence; lower it in the trainer's config."
+                f"{limit} tokens of one sequence; lower it in the trainer's config{advice}."
             )
     return generator
 
@@ -344,10 +348,10 @@ class GenerationBackend(TrainerCallback):
         num_rollouts = state.max_steps - state.global_step
         length = self.generator.manager.defaults.max_new_tokens or 0
         self._warms_up = num_rollouts * length >= STEPS_WORTH_TRACE
-        if state.global_step and DRAWS in state.stateful_callbacks:
-            saved: Any = state.stateful_callbacks[DRAWS]
+        saved: Any = state.stateful_callbacks
+        if state.global_step and DRAWS in saved:
             inputs = self.generator.manager.input_processor
-            inputs.num_sequences = saved["attributes"]["num_sequences"]
+            inputs.num_sequences = saved[DRAWS]["attributes"]["num_sequences"]
         if self.records is not None:
             self.records.begin_training(state.global_step)
 
@@ -382,7 +386,8 @@ class GenerationBackend(TrainerCallback):
         A checkpoint of this step keeps the number of sequences, from which draws go on.
         """
         number = self.generator.manager.input_processor.num_sequences
-        state.stateful_callbacks[DRAWS] = {"args": {}, "attributes": {"num_sequences": number}}
+        saved: Any = state.stateful_callbacks
+        saved[DRAWS] = {"args": {}, "attributes": {"num_sequences": number}}
         seconds = time.perf_counter() - self._step_began
         metrics = {"rollout/step_share": min(1.0, self._seconds_this_step / seconds)}
         if self._loss_seconds:
