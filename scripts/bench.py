@@ -44,7 +44,13 @@ WORKLOADS = {
     ),
     "step": BenchCommand("benchmarks.step", "one GRPO step through TRL", TRAINING_PACKAGES),
     "chats": BenchCommand(
-        "benchmarks.chats", "chats of SmolLM2-135M-Instruct in its own lengths", *REAL_WEIGHTS
+        "benchmarks.chats", "64 chats of SmolLM2-135M-Instruct in its own lengths", *REAL_WEIGHTS
+    ),
+    "chats_long": BenchCommand(
+        "benchmarks.chats", "its chats with prompts of 1,000 tokens", *REAL_WEIGHTS
+    ),
+    "chats_tail": BenchCommand(
+        "benchmarks.chats", "its chats of up to 1,024 tokens", *REAL_WEIGHTS
     ),
     "chat_step": BenchCommand(
         "benchmarks.chats", "one GRPO step of SmolLM2-135M-Instruct", *REAL_WEIGHTS

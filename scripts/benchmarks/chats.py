@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct answers problems in its own lengths: the workloads `chats`, `chat_step`.
+"""SmolLM2-135M-Instruct answers problems in its own lengths: the workloads `chats` and like it.
 
 Problems are reasoning-gym's, in the model's chat template. In a first rollout the model ends each
 completion itself; every contender then gives completions of these lengths. A workload runs once
@@ -39,10 +39,13 @@ TASKS = (
 LONG_PROMPT_TOKENS = 1000
 
 # Prompts and the tokens of each, completions of a prompt, and the most tokens of one.
+CHATS = "64 chats"
+LONG_PROMPTS = "4 prompts of 1,000 tokens, 16 chats each"
+LONG_TAILS = "16 chats to 1,024 tokens"
 SHAPES = {
-    "64 chats": (64, 0, 1, 256),
-    "4 prompts of 1,000 tokens, 16 chats each": (4, LONG_PROMPT_TOKENS, 16, 64),
-    "16 chats to 1,024 tokens": (16, 0, 1, 1024),
+    CHATS: (64, 0, 1, 256),
+    LONG_PROMPTS: (4, LONG_PROMPT_TOKENS, 16, 64),
+    LONG_TAILS: (16, 0, 1, 1024),
 }
 
 # Completions of a step, of at most this many tokens.
@@ -59,19 +62,28 @@ PATHS = {
 
 
 def bench_chats(setup: Setup) -> dict[str, Any]:
-    """Return tokens per second of chats that end themselves, with long prompts and long tails."""
+    """Return tokens per second of 64 chats that end themselves."""
+    return _race(setup, CHATS)
+
+
+def bench_chats_long(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of chats with long prompts, each for a group."""
+    return _race(setup, LONG_PROMPTS)
+
+
+def bench_chats_tail(setup: Setup) -> dict[str, Any]:
+    """Return tokens per second of few chats, of which some are long."""
+    return _race(setup, LONG_TAILS)
+
+
+def _race(setup: Setup, name: str) -> dict[str, Any]:
     tokenizer, model = _load(setup.device)
-    workloads = {
-        name: _own_lengths(model, tokenizer, *shape) for name, shape in _shapes(setup).items()
-    }
-    contenders = {
-        name: _contenders(setup.batch_size or len(workload.prompts))
-        for name, workload in workloads.items()
-    }
-    races = {name: (workload, contenders[name]) for name, workload in workloads.items()}
+    workload = _own_lengths(model, tokenizer, *_shape(setup, name))
+    contenders = _contenders(setup.batch_size or len(workload.prompts))
     # One more run of each contender would double the minutes.
     uncounted = replace(setup, sizes=replace(setup.sizes, counts_forwards=False))
-    return race(model, races, uncounted, partial(_few_tokens, count=4))
+    few_tokens = partial(_few_tokens, count=4)
+    return race(model, {name: (workload, contenders)}, uncounted, few_tokens)
 
 
 def bench_chat_step(setup: Setup) -> dict[str, Any]:
@@ -85,11 +97,10 @@ def bench_chat_step(setup: Setup) -> dict[str, Any]:
     }
 
 
-def _shapes(setup: Setup) -> dict[str, tuple[int, int, int, int]]:
-    """Return the shapes; few short ones for tests."""
-    if setup.sizes.num_sequences > GROUP_SIZE:
-        return SHAPES
-    return {name: (2, tokens, 2, 4) for name, (_, tokens, *_) in SHAPES.items()}
+def _shape(setup: Setup, name: str) -> tuple[int, int, int, int]:
+    """Return a shape; few short completions for tests."""
+    shape = SHAPES[name]
+    return shape if setup.sizes.num_sequences > GROUP_SIZE else (2, shape[1], 2, 4)
 
 
 def _load(device: str) -> tuple[PreTrainedTokenizerBase, Any]:

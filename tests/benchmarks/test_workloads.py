@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 # Workloads that take seconds even with tiny models.
 SLOW = {
     "bitwise",
-    "chats",
+    "chats_long",
     "chat_step",
     "gpu_model",
     "pool",
