@@ -169,6 +169,16 @@ def test_layers_of_the_same_rows_are_packed_as_one(dtype, bias, monkeypatch):
     assert len(weights._packed) == 1
 
 
+def test_a_layer_that_cannot_be_packed_leaves_the_others_packed():
+    model, rows, router = Layers(torch.float32, False), torch.randn(8, 20), torch.randn(5, 20)
+    weights = PackedLinear(model, is_enabled=True)
+    given = [model.layers[0].weight, router, model.layers[1].weight]
+    with weights.active(), torch.no_grad():
+        outputs = packed_linear.linear(rows, given)
+    check(outputs, rows, torch.cat(given).detach())
+    assert [key[0] for key in weights._packed] == [id(given[0]), id(given[2])]
+
+
 def test_joined_layers_of_other_inputs_are_computed_again():
     model, rows = Layers(torch.float32, True), torch.randn(8, 20)
     weights = PackedLinear(model, is_enabled=True)

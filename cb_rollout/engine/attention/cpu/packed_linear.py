@@ -147,17 +147,36 @@ def linear(
     )
     if has_kernel:
         return _each(multiply, rows_BK, weights_NK, biases_N)
-    held = _product_dtype(dtype) or dtype
-    rows_BK, biases_N = rows_BK.to(held), [bias.to(dtype).to(held) for bias in biases_N]
+    is_joined = len(weights_NK) > 1
+    product = _packed_product(rows_BK, weights_NK, biases_N) if is_joined else None
+    return _each(_linear, rows_BK, weights_NK, biases_N) if product is None else product
+
+
+def _packed_product(
+    rows_BK: torch.Tensor, weights_NK: Sequence[torch.Tensor], biases_N: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """Compute layers from weights that are packed as one; None: they are not."""
+    dtype, held = rows_BK.dtype, _product_dtype(rows_BK.dtype)
     weights: PackedLinear | None = getattr(_ACTIVE, "weights", None)
-    packed = None
-    if weights is not None and rows_BK.shape[0] <= MOST_ROWS:
-        packed = weights.packed(weights_NK, dtype)
-    if packed is not None:
-        bias_N = torch.cat(biases_N) if biases_N else None
-        return multiply_packed(rows_BK, packed, bias_N).to(dtype)
-    rounded_NK = [weight.to(dtype).to(held) for weight in weights_NK]
-    return _each(functional.linear, rows_BK, rounded_NK, biases_N).to(dtype)
+    if weights is None or held is None or rows_BK.shape[0] > MOST_ROWS:
+        return None
+    if (packed := weights.packed(weights_NK, dtype)) is None:
+        return None
+    bias_N = torch.cat([bias.to(dtype).to(held) for bias in biases_N]) if biases_N else None
+    return multiply_packed(rows_BK.to(held), packed, bias_N).to(dtype)
+
+
+def _linear(
+    rows_BK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute one layer whose weight is packed alone, or not at all."""
+    biases_N = [] if bias_N is None else [bias_N]
+    if (product := _packed_product(rows_BK, [weight_NK], biases_N)) is not None:
+        return product
+    dtype = rows_BK.dtype
+    held = _product_dtype(dtype) or dtype
+    bias_N = None if bias_N is None else bias_N.to(dtype).to(held)
+    return functional.linear(rows_BK.to(held), weight_NK.to(dtype).to(held), bias_N).to(dtype)
 
 
 def _each(
