@@ -75,7 +75,6 @@ WORKLOADS = {
         "'cb_rollout[server]' httpx",
     ),
     "scaling": BenchCommand("benchmarks.scaling", "from one request at once to 1,024"),
-    "drafts": BenchCommand("benchmarks.rollout", "few requests with drafts, and without"),
     "truncation": BenchCommand(
         "benchmarks.truncation", "top-k, top-p and min-p, beside transformers' warpers"
     ),

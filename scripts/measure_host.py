@@ -55,7 +55,7 @@ def decoding_loop(num_rows: int, num_layers: int, prompt_tokens: int, group: int
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3Config(**shape, **heads, num_hidden_layers=num_layers)
     model = AutoModelForCausalLM.from_config(config)
-    settings = RolloutConfig(max_requests_per_batch=num_rows, num_speculative_tokens=0, seed=0)
+    settings = RolloutConfig(max_requests_per_batch=num_rows, seed=0)
     engine = Engine(model, settings)
     loop = EngineLoop(engine, max_queue_size=0, return_logprobs=True)
     params = SamplingParams(ignore_eos=True, max_new_tokens=10_000)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 PATHS = ("cb_rollout", "TRL's own")
 
 # Summed over a training; TRL's own path logs none of them.
-COUNTS = ("rollout/tokens", "rollout/drafted_tokens", "rollout/accepted_tokens")
+COUNTS = ("rollout/tokens",)
 
 
 def train(path: str, seed: int, minutes: float, num_held_out: int) -> dict:

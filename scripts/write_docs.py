@@ -210,12 +210,11 @@ WORKLOADS = {
 # The README shows these; the page on benchmarks shows all.
 WORKLOADS_OF_README = (
     "64 chats",
+    "4 prompts of 1,000 tokens, 16 chats each",
+    "16 chats to 1,024 tokens",
+    "chat_step, 16 completions",
     "chat_step, 64 completions",
-    "long_tailed_groups",
-    "equal_lengths",
-    "long_tailed_groups_135m",
-    "equal_lengths_135m",
-    "grpo_step",
+    "chat_step, 128 completions",
 )
 
 # A record holds the versions of more packages.

@@ -103,7 +103,7 @@ def assert_captured(case, device, float32):
     family, change, is_autocast, _, kind, num_blocks = CASES[case]
     trained, model = made(family, change), made(family, change).to(device)
     accelerator = Autocasting(device) if is_autocast else None
-    config = RolloutConfig(seed=1, block_size=8, num_blocks=num_blocks, num_speculative_tokens=0)
+    config = RolloutConfig(seed=1, block_size=8, num_blocks=num_blocks)
     with RolloutGenerator(model, config, accelerator=accelerator) as generator:
         outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
         path = generator.manager.decode_path

@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "max_time": (None, "end requests with cancel_request"),
     "is_assistant": (False, _GENERATE),
-    "prompt_lookup_num_tokens": (None, "set RolloutConfig(num_speculative_tokens=...)"),
-    "speculation_type": (None, "set RolloutConfig(num_speculative_tokens=...)"),
+    "prompt_lookup_num_tokens": (None, _GENERATE),
+    "speculation_type": (None, _GENERATE),
 }
 
 

@@ -108,7 +108,7 @@ class RolloutConfig:
     )
     use_async_batching: bool | None = setting(
         None,
-        "Launch a decode step before the last one's tokens have come, unless drafts are verified; "
+        "Launch a decode step before the last one's tokens have come; "
         "None: where steps are CUDA graphs, and no state is recurrent.",
         one_of(None, True, False),
         cost="Off leaves the device idle between steps; for comparisons.",
@@ -151,14 +151,6 @@ class RolloutConfig:
         "prefill is not compiled.",
         one_of(None, True, False),
         cost="As decode_compile_config; False on a GPU for runs of a few steps.",
-    )
-    num_speculative_tokens: int | None = setting(
-        None,
-        "Most draft tokens of a sequence per step, proposed by n-gram lookup in the sequence and "
-        "its group, and verified in one forward; the sampled tokens stay the same. None: chosen; "
-        "0: none.",
-        integer(0, also=(None,)),
-        cost="Set 0 to compare.",
     )
     scheduler_type: str = setting(
         "fifo",

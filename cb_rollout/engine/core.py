@@ -45,7 +45,6 @@ from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler, keeps_ids, reported_mode
 from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
-from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS, NgramProposer
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -99,8 +98,6 @@ class Engine:
         self.training = TrainingMemory(self.trained, model, self.device, optimizer, reserve_gib)
         self._history = CompletionHistory()
         never_sampled = multimodal.never_sampled_token_ids(model)
-        max_tokens, kind = config.num_speculative_tokens, self.device.type
-        self._proposer = NgramProposer(max_tokens, never_sampled, kind)
         with devices.plain_modes(), self._computing():
             self._probe()
         self._storage = CacheStorage(
@@ -120,7 +117,7 @@ class Engine:
             looks_ahead=config.looks_ahead,
             is_split=self._is_split,
         )
-        self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
+        self._executor.reset(self._graphs)
         if self.runs_a_copy and self.device.type == "cuda":
             # Its work does not queue behind that of a thread that trains meanwhile. Pages are
             # allocated and written there alone, so the allocator needs no record of other streams.
@@ -143,11 +140,7 @@ class Engine:
         reads_images = bool(multimodal.image_encoders(self.model))
         max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
         self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
-        takes_rows = self.batch_layout.takes_any_lengths and not self.layout.is_recurrent
-        self._has_drafts = takes_rows and self.config.num_speculative_tokens != 0
         max_rows = self._max_requests
-        if self._has_drafts:
-            max_rows = max(max_rows, MAX_DRAFT_ROWS)
         if self.layout.is_recurrent:
             # More rows than states fit never run together.
             self._graphs = None
@@ -178,10 +171,7 @@ class Engine:
             paths.append(ExecutionPath("forwards", str(forward), forward.obstacle))
         if self._graphs is not None and (now := self._graphs.obstacle):
             graphs = graphs._replace(obstacle=f"not {now}")
-        drafts = "on" if self._has_drafts else "off (its steps take one token of each row)"
-        if self.config.num_speculative_tokens == 0:
-            drafts = "off, as asked"
-        return [*paths, graphs, ExecutionPath("drafts", drafts)]
+        return [*paths, graphs]
 
     @property
     def decode_path(self) -> str:
@@ -382,7 +372,7 @@ class Engine:
         self._runner.packed_linear.forget()
         self._scheduler.reset(self.limits)
         self._storage.release(self.limits, self.memory_plan, self.layout)
-        self._executor.reset(self._graphs, self._proposer if self._has_drafts else None)
+        self._executor.reset(self._graphs)
 
     def recompute(self, request: Request) -> list[float]:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""

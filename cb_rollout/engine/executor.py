@@ -22,7 +22,6 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Prefill, Request, members
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
-from cb_rollout.engine.spec_decode.ngram import NgramProposer
 from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, RequestStatus
@@ -52,7 +51,6 @@ class StepExecutor:
         """
         self.device = runner.device
         self.graphs: GraphedDecoding | None = None
-        self.proposer: NgramProposer | None = None
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_sampler, self._counters = token_sampler, counters
         self._looks_ahead, self._is_split = looks_ahead, is_split
@@ -61,14 +59,12 @@ class StepExecutor:
         self.stream: torch.cuda.Stream | None = None
         """All work is launched there; None: on the stream of the thread that steps."""
 
-    def reset(self, graphs: GraphedDecoding | None, proposer: NgramProposer | None) -> None:
+    def reset(self, graphs: GraphedDecoding | None) -> None:
         """Discard the state of the last step, after the cache was released.
 
-        Without `graphs` the runner runs decode steps; without a `proposer` nothing is drafted.
+        Without `graphs` the runner runs decode steps.
         """
-        self.graphs, self.proposer = graphs, proposer
-        if proposer is not None:
-            proposer.forget()
+        self.graphs = graphs
         self._token_sampler.forget_rows()
         self._forget_pending()
 
@@ -134,8 +130,6 @@ class StepExecutor:
         if requests:
             logits_BV = _joined(logits).index_select(0, devices.to_device(rows, self.device))
             self._sample(logits_BV, requests, is_recurring=False)
-            if self.proposer is not None:
-                self.proposer.track(requests)
             now = time.perf_counter()
             for request in requests:
                 request.first_token_time = request.first_token_time or now
@@ -181,11 +175,8 @@ class StepExecutor:
         if not running:
             return []
         self._storage.table.write(extended)
-        num_given = self._decode_drafted(running)
-        if num_given is None and self._can_replay(running, len(running)):
-            num_given = self._decode_graphed(running)
-        if num_given is not None:
-            self._count(running, num_given)
+        if self._can_replay(running):
+            self._count(running, self._decode_graphed(running))
             return running
         logits, rows, failed = self._forward(running, [request.num_tokens for request in running])
         survivors = [running[row] for row in rows]
@@ -280,57 +271,12 @@ class StepExecutor:
         self._scheduler.complete_decode(requests)
         self._counters.decode_forwards += 1
 
-    # Speculative decoding. A drafted token is a further row of its sequence, one token longer than
-    # the row before. Every layer writes the keys of all rows before any row attends.
-
-    def _decode_drafted(self, running: list[Request]) -> int | None:
-        """Run a forward of the running sequences and their drafts; return the number of tokens.
-
-        None: nothing was drafted, or the forward failed, and the step has to run without drafts.
-        """
-        if self.proposer is None or not (drafts := self.proposer.propose(running)):
-            return None
-        drafts = [self._with_blocks(r, draft) for r, draft in zip(running, drafts, strict=True)]
-        try:
-            logits_BV = self._drafted_logits(running, drafts)
-        except Exception as error:
-            if self._is_split:
-                raise
-            # The step without drafts finds the row at fault.
-            _LOGGER.debug("a step runs again without its drafts: %s", error_text(error))
-            self.proposer.reject()
-            return None
-        extend = self._token_sampler.extend_drafted
-        num_given = extend(running, drafts, logits_BV, self._version)
-        self._complete_decode(running)
-        self._counters.drafted_tokens += sum(map(len, drafts))
-        self._counters.accepted_tokens += sum(max(0, num_tokens - 1) for num_tokens in num_given)
-        return sum(num_given)
-
-    def _with_blocks(self, request: Request, draft: list[int]) -> list[int]:
-        """Allocate blocks for a draft; return an empty draft if that would preempt a sequence.
-
-        Tokens beyond a limit of the sequence's keys are left out.
-        """
-        draft = draft[: self._scheduler.limits.num_alike(request.num_tokens, len(draft))]
-        blocks = self._scheduler.blocks.extend(request, request.num_tokens + len(draft))
-        if blocks:
-            self._storage.table.write(blocks)
-        return [] if blocks is None else draft
-
-    def _drafted_logits(self, running: list[Request], drafts: list[list[int]]) -> torch.Tensor:
-        """float32, `[B, V]`: after each sequence's last token, then after each drafted one."""
-        batch = ForwardBatch.drafted(running, drafts, *self._pages)
-        if self.graphs is not None and self._can_replay(running, len(batch)):
-            return self.graphs.logits(batch)
-        return self._runner.logits(batch)
-
     # CUDA graphs. A step leaves the next one's inputs on the device, so the next step is launched
     # before this one's tokens are read. A sequence that turns out to have ended has one row too
     # many, whose token is dropped.
 
-    def _can_replay(self, running: list[Request], num_rows: int) -> bool:
-        if self.graphs is None or not self.graphs.can_run(num_rows):
+    def _can_replay(self, running: list[Request]) -> bool:
+        if self.graphs is None or not self.graphs.can_run(len(running)):
             return False
         # A graph takes one set of rotary factors for all rows: that of the newest positions.
         limits = self._scheduler.limits.rope_limits
@@ -375,9 +321,9 @@ class StepExecutor:
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
         """Launch the step after one whose tokens are not read yet.
 
-        None: it has to wait for these tokens, because a sequence joined, a draft is likely from
-        them, a smaller graph fits, a sequence's keys change, its blocks would take a preemption, or
-        the step moves recurrent states.
+        None: it has to wait for these tokens, because a sequence joined, a smaller graph fits, a
+        sequence's keys change, its blocks would take a preemption, or the step moves recurrent
+        states.
         """
         if not self._looks_ahead or self.graphs is None or not self.graphs.can_look_ahead:
             return None
@@ -385,10 +331,6 @@ class StepExecutor:
         going = [r for r in current if len(r.token_ids) - len(r.prompt_ids) + 1 < r.max_new_tokens]
         lengths = [len(request.token_ids) + 1 for request in going]
         if not going or not self.graphs.follows(going, lengths):
-            return None
-        # Drafted from the tokens before these: an n-gram that matches there mostly goes on.
-        if self.proposer is not None and self.proposer.propose(going):
-            self.proposer.forget()
             return None
         limits = self._scheduler.limits
         if limits.rope_limits and any(

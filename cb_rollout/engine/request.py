@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cb_rollout.config.sampling import SamplingParams
     from cb_rollout.engine.images.prompt_images import PromptImages
     from cb_rollout.engine.sampling.stop_strings import StopStrings
-    from cb_rollout.engine.spec_decode.ngram import GroupDrafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,6 @@ class Limits:
     def rope_side(self, num_tokens: int) -> int:
         """Return a number that is equal for lengths at which a sequence has the same keys."""
         return rope_side(self.rope_limits, num_tokens)
-
-    def num_alike(self, num_tokens: int, num_more: int) -> int:
-        """Return how many of the next tokens leave a sequence's keys as they are."""
-        ahead = (limit - num_tokens for limit in self.rope_limits if num_tokens <= limit)
-        return min(num_more, *ahead, num_more)
 
     @property
     def can_match_prefixes(self) -> bool:
@@ -93,8 +87,6 @@ class Request:
     """State of the sequence in its grammar; None: it has none."""
     expected_length: float | None = None
     """Mean length of its prompt's earlier completions when it came; None: there were none."""
-    drafts: GroupDrafts | None = None
-    """N-grams that drafts are looked up in; None: no drafts, or the sequence has ended."""
     is_adjusted: bool = field(init=False)
     """True if its logits are changed before the temperature."""
 
@@ -249,8 +241,6 @@ class Request:
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
         assert not self.status.is_final, f"{self.request_id} ended twice"
         self.status, self.finish_reason, self.error = status, reason, error
-        # An ended request may be kept for long, and must not keep its group's index alive.
-        self.drafts = None
 
     def reset_cache(self) -> None:
         self.table_row = NO_TABLE_ROW

@@ -40,8 +40,6 @@ class EngineCounters:
     images_reused: int = _total("Images whose features were kept from an earlier prompt.")
     prefill_forwards: int = _total("Forwards of prompts.")
     decode_forwards: int = _total("Forwards of running sequences.")
-    drafted_tokens: int = _total("Draft tokens verified in a decode forward.")
-    accepted_tokens: int = _total("Draft tokens that were accepted.")
     truncated_tokens: int = 0
     """Tokens sampled under top-k, top-p or min-p."""
     kept_tokens: int = 0
@@ -205,12 +203,6 @@ METRICS = (
     _counted("images_reused", "images",
            "Images whose features were kept from an earlier prompt under the same weights.",
            "Zero with repeated images is normal where prefixes hold them.", SPEED),
-    _counted("drafted_tokens", "tokens",
-           "Draft tokens verified in decode steps.",
-           "Zero: many sequences run, or nothing repeats.", SPEED),
-    _counted("accepted_tokens", "tokens",
-           "Draft tokens that were accepted; each saves its sequence a step.",
-           "Far below drafted_tokens: set num_speculative_tokens=0, and look at the speed.", SPEED),
     _counted("preemptions", "count", "Sequences preempted because the KV cache was full.",
            "Above 0: raise max_memory_percent or num_blocks, or lower max_requests_per_batch.",
            MEMORY),

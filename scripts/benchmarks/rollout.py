@@ -1,4 +1,4 @@
-"""Rollouts of contenders in turns: the workloads `rollout`, `bfloat16`, `serve` and `drafts`.
+"""Rollouts of contenders in turns: the workloads `rollout`, `bfloat16` and `serve`.
 
 `rollout` adds vLLM to the wheel's, and to each figure the share of its time that matrix products
 need. `matmul_share`: the products that the workload needs at least, at the rate of a large product.
@@ -7,14 +7,13 @@ that rate. `forwards_products_share`: the same products, in the time that they t
 number of rows that they had, since a few rows never reach the rate of a large product.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 from benchmarks.harness.timing import throughputs
-from benchmarks.peers.contenders import of_another_model, ours_at_temperature, served
+from benchmarks.peers.contenders import of_another_model, served
 from benchmarks.peers.vllm_process import vllm_contenders
 from benchmarks.roofline.machine import (
     Products,
@@ -28,22 +27,11 @@ from benchmarks.sizes import Setup
 from cb_rollout.tools.bench.contenders import Contender, ours, transformers_batching
 from cb_rollout.tools.bench.run import races
 from cb_rollout.tools.bench.workload import (
-    SEED,
     Workload,
     create_model,
     equal_lengths,
     long_tailed,
-    random_prompts,
 )
-
-# No decode step of more requests has drafts.
-DRAFTED_REQUESTS = (1, 4, 8)
-
-# A forward is traced after 64 steps, and with drafts a rollout has few steps.
-NUM_DRAFT_WARM_UPS = 4
-
-# Random weights repeat themselves when greedy, and never at temperature 1: best and worst case.
-DRAFT_TEMPERATURES = {"greedy": 0.0, "at temperature 1": 1.0}
 
 
 def bench_rollout(setup: Setup) -> dict[str, Any]:
@@ -150,24 +138,3 @@ def bench_serve(setup: Setup) -> dict[str, Any]:
     model, workload = create_model(setup.sizes.shape, setup.device), long_tailed(setup.sizes)
     contenders = {"cb_rollout": ours(), "served on loopback": served()}
     return {"served": throughputs(contenders, model, workload, setup.repetitions)}
-
-
-def bench_drafts(setup: Setup) -> dict[str, Any]:
-    """Return tokens per second of few requests, with and without drafts."""
-    sizes = setup.sizes
-    model = create_model(sizes.shape, setup.device)
-    draws = random.Random(SEED)
-    results = {}
-    for mode, temperature in DRAFT_TEMPERATURES.items():
-        contenders = {
-            "cb_rollout": ours_at_temperature(temperature),
-            "cb_rollout, no drafts": ours_at_temperature(temperature, num_speculative_tokens=0),
-        }
-        for count in DRAFTED_REQUESTS:
-            prompts = random_prompts(draws, count, sizes.prompt_tokens, sizes.shape["vocab_size"])
-            workload = Workload(prompts, [sizes.longest_in_step] * count)
-            name = f"{count} requests, {mode}"
-            results[name] = run_race(
-                name, contenders, model, workload, setup.repetitions, NUM_DRAFT_WARM_UPS
-            )
-    return results

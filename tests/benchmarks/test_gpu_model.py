@@ -1,9 +1,7 @@
 """What the model of a GPU counts, and how it turns counts into time."""
 
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,7 +33,6 @@ from benchmarks.roofline.stretches import STEPS, Programs, cut_by_list
 from benchmarks.roofline.tensors import DEVICE, CudaTensor
 from benchmarks.roofline.vllm_kernels import LayerSizes, vllm_step
 from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
-from cb_rollout.engine.spec_decode.ngram import STEP_COSTS
 from cb_rollout.tools.bench.workload import TINY, create_model
 
 pytest.importorskip("triton")
@@ -290,11 +287,3 @@ def test_the_longest_program_bounds_a_kernel_that_leaves_processors_idle():
     assert alone == pytest.approx(1e3 * 3 * 1000 * per_key * 10 / 1e9)
     spread = Programs([10] * 100, 100).milliseconds(shape, replace(CARD, num_processors=10))
     assert spread == pytest.approx(1e3 * 3 * 2 * 1000 * per_key / 1e9)
-
-
-def test_the_cost_of_a_step_that_drafts_are_held_against_is_the_modelled_one():
-    record = Path(__file__).parents[2] / "docs/benchmarks/gpu_model_cpu.json"
-    decodes = json.loads(record.read_text())["results"]["decode of 0.6B on H100, modelled"]
-    one, many = (decodes[f"{count} x 300 tokens, cb_rollout"]["milliseconds"] for count in (1, 32))
-    per_row = (many - one) / 31
-    assert pytest.approx(one / per_row - 1, rel=0.1) == STEP_COSTS["cuda"].step

@@ -30,7 +30,6 @@ SLOW = {
     "rollout",
     "scaling",
     "step",
-    "drafts",
     "bfloat16",
     "gpu_compiled",
 }

@@ -94,13 +94,11 @@ def check(model: PreTrainedModel) -> Parity:
         ConfigurationError: the engine refuses the model.
     """
     found = Parity()
-    # Drafts would end some before memory runs out.
     config = RolloutConfig(
         seed=0,
         block_size=4,
         num_blocks=NUM_BLOCKS,
         max_batch_tokens=24,
-        num_speculative_tokens=0,
     )
     with RolloutGenerator(model, config) as generator:
         engine = generator.manager.engine

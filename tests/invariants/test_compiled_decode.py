@@ -28,7 +28,7 @@ PARAMS = SamplingParams(ignore_eos=True, max_new_tokens=3)
 
 
 def generator_of(model, **settings):
-    sizes = {"block_size": 8, "num_speculative_tokens": 0}
+    sizes = {"block_size": 8}
     return RolloutGenerator(model, RolloutConfig(seed=1, **sizes | settings))
 
 
@@ -123,7 +123,7 @@ def test_a_model_that_accelerate_prepares_is_captured_once_and_gives_logits_in_i
     read = SimpleNamespace(
         mixed_precision="bf16", process_index=0, device=model.device, state=SimpleNamespace()
     )
-    config = RolloutConfig(seed=1, block_size=8, num_speculative_tokens=0, **ONE)
+    config = RolloutConfig(seed=1, block_size=8, **ONE)
     with RolloutGenerator(model, config, accelerator=read) as generator:
         assert generator.manager.model is model
         engine = generator.manager.engine

@@ -271,7 +271,7 @@ def test_weights_that_keep_moving_and_hooks_end_traces():
             assert (decoding.traced_forward.trace is not None) == (
                 turn < traced_forward.MOST_TRACES
             )
-    config = RolloutConfig(seed=3, num_speculative_tokens=0)
+    config = RolloutConfig(seed=3)
     with RolloutGenerator(model, config) as generator:
         decoding = runner_of(generator).attention_backend
         rollout(generator)

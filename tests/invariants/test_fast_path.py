@@ -38,7 +38,7 @@ def rollout(generator, inputs, many_params, **settings):
 
 
 def generator_of(model, **settings):
-    sizes = {"block_size": 8, "num_speculative_tokens": 0}
+    sizes = {"block_size": 8}
     return RolloutGenerator(model, RolloutConfig(seed=1, **sizes | settings))
 
 
@@ -209,7 +209,6 @@ def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
             model,
             use_cuda_graph=True,
             use_async_batching=looks_ahead,
-            num_speculative_tokens=0,
             max_requests_per_batch=3,
         ) as generator:
             assert ("a step ahead" in generator.manager.engine.decode_path) is looks_ahead
@@ -241,7 +240,7 @@ def test_a_step_ahead_that_fails_takes_nothing_from_the_one_before(error, fast, 
         return launch(self, *args)
 
     monkeypatch.setattr(graphs.GraphedDecoding, "launch", fail_second)
-    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+    with generator_of(model, use_cuda_graph=True) as generator:
         engine = generator.manager.engine
         engine.add(request)
         while engine.has_work:
@@ -256,7 +255,7 @@ def test_a_step_ahead_that_fails_takes_nothing_from_the_one_before(error, fast, 
 def test_what_was_ahead_of_new_weights_is_given_up(fast):
     model = tiny_model("qwen3", **SMALL)
     request = request_of(SHORT, max_new_tokens=8)
-    with generator_of(model, use_cuda_graph=True, num_speculative_tokens=0) as generator:
+    with generator_of(model, use_cuda_graph=True) as generator:
         engine = generator.manager.engine
         engine.add(request)
         for _ in range(3):

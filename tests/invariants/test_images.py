@@ -127,7 +127,7 @@ def test_greedy_tokens_are_those_of_generate(model_type):
 def test_preempted_sequences_and_new_weights_read_nothing_old(model_type):
     model, processor = made(model_type)
     model = copy.deepcopy(model)
-    config = RolloutConfig(seed=0, block_size=4, num_blocks=14, num_speculative_tokens=0)
+    config = RolloutConfig(seed=0, block_size=4, num_blocks=14)
     chats = [chat(picture(seed)) for seed in (1, 2, 3)]
     with RolloutGenerator(model, config, tokenizer=processor) as generator:
         engine = generator.manager.engine
@@ -463,7 +463,7 @@ def test_rows_with_their_own_positions_share_a_step_on_pages_and_in_graphs(
     pytest.importorskip("triton")
     model, processor = made(MROPE)
     pretend_cuda(monkeypatch)
-    settings = {"use_cuda_graph": use_cuda_graph, "num_speculative_tokens": 0}
+    settings = {"use_cuda_graph": use_cuda_graph}
     with generator_of(MROPE, **settings) as generator:
         assert "triton" in generator.manager.decode_path
         outputs = rollout(generator, [chat(picture(1)), [20, 21, 22]], sampled(2))
@@ -503,7 +503,7 @@ def test_a_placeholder_is_sampled_only_where_the_caller_names_it(mode, path, mon
     asking = sampled(logit_bias={image_id: 0.5})
     # As TRL 1.16 forbids the image token.
     forbidding = sampled(logit_bias={image_id: -math.inf})
-    settings = {"logprobs_mode": mode, "num_speculative_tokens": 0, "block_size": 4}
+    settings = {"logprobs_mode": mode, "block_size": 4}
     if path == "graphs":
         pytest.importorskip("triton")
         pretend_cuda(monkeypatch)
@@ -524,18 +524,6 @@ def test_a_placeholder_is_sampled_only_where_the_caller_names_it(mode, path, mon
         tokens_N1 = torch.tensor(output.generated_tokens)[:, None]
         expected = logprobs_NV.gather(1, tokens_N1)[:, 0].tolist()
         assert output.logprobs == pytest.approx(expected, abs=TOLERANCE)
-
-
-@pytest.mark.parametrize("num_images", [0, 1])
-def test_rows_that_never_sample_a_placeholder_have_drafts(num_images):
-    model, processor = model_of_placeholders()
-    config = RolloutConfig(seed=0, block_size=4)
-    prompt = chat(picture(1)) if num_images else [20, 21, 22]
-    with RolloutGenerator(model, config, tokenizer=processor) as generator:
-        (output,) = rollout(generator, [prompt], greedy(40))
-        assert generator.manager.counters.accepted_tokens > 0
-    tensors = processed(processor, prompt) if num_images else None
-    assert_plain(model, output, tensors)
 
 
 MODES = ("RGBA", "P", "L", "LA", "1", "CMYK")
@@ -680,7 +668,7 @@ def test_a_model_that_computes_images_otherwise_with_a_cache_is_refused(monkeypa
 def test_a_preempted_sequence_with_images_is_computed_again():
     model, processor = made(MROPE)
     chats = [chat(picture(seed)) for seed in range(3)]
-    settings = {"num_blocks": 14, "num_speculative_tokens": 0}
+    settings = {"num_blocks": 14}
     with generator_of(MROPE, **settings) as generator:
         outputs = rollout(generator, chats, sampled(12), num_return_sequences=2)
         assert generator.manager.counters.preemptions > 0

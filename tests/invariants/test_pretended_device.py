@@ -17,7 +17,6 @@ from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import OutOfCacheMemoryError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
-from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.model.runner import ModelRunner
 
 pytest.importorskip("triton")
@@ -54,9 +53,8 @@ def rollout(model, asked, sleeps=False, **settings):
 
 PENALISED = {"repetition_penalty": 1.3, "logit_bias": {5: 3.0}, "top_logprobs": 3}
 CASES = {
-    "graphs": ("qwen3", {}, {"num_speculative_tokens": 0}),
+    "graphs": ("qwen3", {}, {}),
     "graphs, none ahead": ("qwen3", {}, {"use_async_batching": False}),
-    "drafts": ("qwen3", {"temperature": 0.0, "max_new_tokens": 12}, {}),
     "kernels": ("qwen3", {}, {"use_cuda_graph": False}),
     "replayed masks": ("qwen3", {"top_p": 0.8}, {"sampling_mask": "replay"}),
     "adjusted": ("qwen3", PENALISED, {"max_batch_tokens": 4}),
@@ -118,17 +116,14 @@ def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it
     with device:
         model = tiny_model("qwen3", **SMALL).to("cuda:0")
         short, long = (
-            rollout(
-                model, asked | {"max_new_tokens": length}, num_speculative_tokens=0, **settings
-            )[2]
-            for length in (3, 7)
+            rollout(model, asked | {"max_new_tokens": length}, **settings)[2] for length in (3, 7)
         )
     assert long - short == 4 * waits_per_step
 
 
 @pytest.mark.slow
 def test_a_new_engine_captures_no_graph_later(device):
-    config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
+    config = RolloutConfig(max_requests_per_batch=4)
     params = SamplingParams(ignore_eos=True, max_new_tokens=3)
     with device, RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
         graphs = generator.manager.engine._graphs
@@ -144,7 +139,7 @@ def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache
     with device:
         allocator = Pretended.allocator
         allocator.tensors, allocator.gaps, allocator.unused = 100 * MIB, 60 * MIB, 40 * MIB
-        config = RolloutConfig(max_requests_per_batch=4, num_speculative_tokens=0)
+        config = RolloutConfig(max_requests_per_batch=4)
         with RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
             plan = generator.memory_plan()
             assert allocator.pool == 4 * BYTES_PER_ROW
@@ -160,61 +155,29 @@ def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache
 
 
 def recorded_steps(monkeypatch):
-    """What the host did for decode steps, in order: "launch", "read" and "draft"."""
+    """What the host did for decode steps, in order: "launch" and "read"."""
     steps = []
-    for name, owner, method in (
-        ("launch", GraphedDecoding, "launch"),
-        ("read", PendingStep, "read"),
-        ("draft", StepExecutor, "_drafted_logits"),
-    ):
-        inner = getattr(owner, method)
+    for name, owner in (("launch", GraphedDecoding), ("read", PendingStep)):
+        inner = getattr(owner, name)
 
         def recorded(*args, name=name, inner=inner, **given):
             steps.append(name)
             return inner(*args, **given)
 
-        monkeypatch.setattr(owner, method, recorded)
+        monkeypatch.setattr(owner, name, recorded)
     return steps
 
 
-def rollout_of_eight(model, prompts, num_tokens, **asked):
-    """Token ids of TRL's default batch, and the counters, with drafts on."""
+@pytest.mark.slow
+def test_steps_launch_ahead_of_their_tokens(device, monkeypatch):
+    params = SamplingParams(ignore_eos=True, max_new_tokens=4)
     config = RolloutConfig(seed=1, block_size=8, max_requests_per_batch=8)
-    params = SamplingParams(ignore_eos=True, max_new_tokens=num_tokens, **asked)
-    with RolloutGenerator(model.to("cuda:0"), config) as generator:
-        assert "a step ahead; drafts: on" in generator.manager.engine.decode_path
-        outputs = generator.generate_batch(prompts, sampling_params=params).values()
-        return [output.generated_tokens for output in outputs], generator.manager.counters
-
-
-@pytest.mark.slow
-def test_eight_rows_launch_ahead_where_nothing_is_drafted(device, monkeypatch):
     with device:
         steps = recorded_steps(monkeypatch)
-        prompts = [[5 + row, 6, 7] for row in range(8)]
-        _, counters = rollout_of_eight(tiny_model(**SMALL), prompts, num_tokens=4)
-    assert counters.drafted_tokens == 0
+        with RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
+            assert "a step ahead" in generator.manager.engine.decode_path
+            generator.generate_batch([[5 + row, 6, 7] for row in range(8)], sampling_params=params)
     assert steps == ["launch", *["launch", "read"] * 2, "read"]
-
-
-@pytest.mark.slow
-def test_drafts_and_steps_ahead_alternate_and_give_the_tokens_of_generate(device, monkeypatch):
-    prompts = [[5 + row, 6, 7] for row in range(8)]
-    # Few words, so that greedy sequences come to repeat themselves.
-    model, num_tokens = tiny_model(vocab_size=24, **SMALL), 24
-    whole = model.generate(
-        torch.tensor(prompts), max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1
-    )
-    with device:
-        steps = recorded_steps(monkeypatch)
-        tokens, counters = rollout_of_eight(model, prompts, num_tokens, temperature=0.0)
-    assert tokens == whole[:, 3:].tolist()
-    assert counters.accepted_tokens > 0
-    # A draft appears while a step is in flight, which is read first, and is no longer ahead after.
-    said = " ".join(steps)
-    assert "launch launch read read draft" in said
-    assert "draft launch launch read" in said
-    assert steps.count("launch") == steps.count("read")
 
 
 def test_graphs_that_find_no_memory_name_what_to_lower(device, monkeypatch):
@@ -238,7 +201,7 @@ def test_the_streams_of_trainer_and_engine_follow_each_other(device, monkeypatch
 
     monkeypatch.setattr(ModelRunner, "forward", checked)
     params = SamplingParams(ignore_eos=True, max_new_tokens=3)
-    config = RolloutConfig(max_requests_per_batch=1, num_speculative_tokens=0)
+    config = RolloutConfig(max_requests_per_batch=1)
     generating, training = Stream.current, Stream()
     with device:
         with on_stream(training):
@@ -267,7 +230,7 @@ def test_a_copy_generates_on_a_stream_that_training_does_not_hold_up(device, mon
         return forward(self, *args, **given)
 
     params = SamplingParams(ignore_eos=True, max_new_tokens=3)
-    config = RolloutConfig(weight_sync="copy", max_requests_per_batch=1, num_speculative_tokens=0)
+    config = RolloutConfig(weight_sync="copy", max_requests_per_batch=1)
     training = Stream.current
     with device:
         model = tiny_model(**SMALL).to("cuda:0")
@@ -382,7 +345,7 @@ def sampled(generator, asked):
 
 @pytest.mark.slow
 def test_every_sampling_parameter_is_honoured_on_every_path(device, monkeypatch):
-    config = RolloutConfig(block_size=8, num_speculative_tokens=0)
+    config = RolloutConfig(block_size=8)
     shape = {**SMALL, "vocab_size": len(TOKENIZER)}
     with monkeypatch.context() as here:
         here.setattr(torch.cuda, "is_available", lambda: False)

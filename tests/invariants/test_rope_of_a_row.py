@@ -104,16 +104,6 @@ def test_a_row_is_sampled_as_alone_in_bfloat16():
     assert distance(model, outputs) <= TOLERANCE[torch.bfloat16]
 
 
-def test_drafts_that_reach_over_the_limit_change_nothing():
-    model, (pattern,) = longrope_model(), prompts(3)
-    params = SamplingParams(temperature=0, max_new_tokens=40, ignore_eos=True)
-    with RolloutGenerator(model, RolloutConfig(num_speculative_tokens=7)) as generator:
-        for _ in range(2):
-            outputs = generator.generate_batch([pattern * 2, pattern], sampling_params=params)
-        assert generator.manager.counters.accepted_tokens > 0
-    assert distance(model, outputs.values()) <= TOLERANCE[torch.float32]
-
-
 def test_a_traced_step_takes_the_factors_of_its_rows():
     model = longrope_model()
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
@@ -198,7 +188,7 @@ def test_a_graph_takes_the_factors_of_its_rows(use_async_batching, monkeypatch):
     pytest.importorskip("triton")
     pretend_cuda(monkeypatch)
     model = longrope_model(num_hidden_layers=1)
-    settings = {"block_size": 8, "num_speculative_tokens": 0, "max_requests_per_batch": 4}
+    settings = {"block_size": 8, "max_requests_per_batch": 4}
     settings |= {"use_cuda_graph": True, "use_async_batching": use_async_batching}
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     with RolloutGenerator(model, RolloutConfig(seed=0, **settings)) as generator:

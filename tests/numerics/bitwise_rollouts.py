@@ -18,7 +18,7 @@ from cb_rollout.engine.request import Request
 
 # Few blocks, so that sequences are preempted; small pages and chunks; and what an engine chooses.
 ENGINES: tuple[dict[str, Any], ...] = (
-    {"block_size": 4, "num_blocks": 26, "max_batch_tokens": 24, "num_speculative_tokens": 4},
+    {"block_size": 4, "num_blocks": 26, "max_batch_tokens": 24},
     {
         "block_size": 3,
         "num_blocks": 30,
@@ -120,7 +120,7 @@ class Rollouts:
         self.weights = [parameter.detach().clone() for parameter in model.parameters()]
         # Sequences of which at least one token was compared, and their tokens.
         self.num_compared = self.num_tokens = 0
-        self.num_preemptions = self.num_accepted = 0
+        self.num_preemptions = 0
 
     def run(self, settings: dict[str, Any], num_sequences: int) -> None:
         """Play events until so many sequences were submitted, then finish them."""
@@ -145,7 +145,6 @@ class Rollouts:
             self.num_compared += sum(number > 0 for number in self.num_seen)
             self.num_tokens += sum(self.num_seen)
             self.num_preemptions += self.engine.counters.preemptions
-            self.num_accepted += self.engine.counters.accepted_tokens
 
     def submit(self) -> None:
         draw, choice = self.random.randrange, self.random.choice

@@ -12,13 +12,9 @@ QUICK = "llama"
 
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in TYPES if name != QUICK]
 
-# Their states hold no keys, or are not kept for each token: drafts are not checked.
-WITHOUT_DRAFTS = ("jamba", "mamba")
-
 
 @pytest.mark.parametrize("model_type", [QUICK, *OTHERS])
 def test_rollouts_are_the_trainers_forward_in_every_bit(model_type):
     rollouts = compare_rollouts(model_type, NUM_SEQUENCES)
     assert rollouts.num_compared >= 3 * NUM_SEQUENCES - 6
     assert rollouts.num_preemptions > 0
-    assert (rollouts.num_accepted > 0) == (model_type not in WITHOUT_DRAFTS)

@@ -73,7 +73,7 @@ def test_gradients_are_the_plain_forwards():
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3", {"block_size": 3, "max_batch_tokens": 16, "num_speculative_tokens": 0}),
+        ("qwen3", {"block_size": 3, "max_batch_tokens": 16}),
         ("qwen3", {"num_blocks": 20, "block_size": 4}),
         ("mistral", {"use_cuda_graph": False}),
         pytest.param("qwen3_moe", {"allow_block_sharing": False}, marks=pytest.mark.slow),
@@ -114,7 +114,7 @@ def test_tokens_do_not_depend_on_what_else_is_in_the_batch():
 
 
 def test_long_rollouts_run_from_a_trace():
-    config = RolloutConfig(numerics="bitwise", num_speculative_tokens=0)
+    config = RolloutConfig(numerics="bitwise")
     params = SamplingParams(max_new_tokens=STEPS_BEFORE_TRACE + 20, ignore_eos=True)
     with RolloutGenerator(tiny_model(), config) as generator:
         outputs = generator.generate_batch(rows_of(LENGTHS), sampling_params=params)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from documented import block, run
 from peft import LoraConfig
 from tiny_trainer import logged
 from trl import GRPOConfig, GRPOTrainer
@@ -69,3 +70,17 @@ def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
     computed = logged(trainer, "rollout/loss_tokens_computed")
     assert len(computed) == num_steps
     assert computed == logged(trainer, "rollout/loss_tokens_useful")
+
+
+def test_the_example_of_the_readme_trains(tmp_path, monkeypatch, smollm2):
+    monkeypatch.chdir(tmp_path)
+    example = block("cb_rollout", "README.md")
+    for said, here in (
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2)),
+        ("max_completion_length=64, max_steps=100", "max_completion_length=8, max_steps=1"),
+    ):
+        assert said in example
+        example = example.replace(said, here)
+    trainer = run(example)["trainer"]
+    assert trainer.state.global_step == 1
+    assert list((tmp_path / "sums" / "cb_rollout").iterdir())

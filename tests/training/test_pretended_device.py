@@ -99,7 +99,7 @@ def test_a_trainer_of_a_bfloat16_model_captures_each_graph_once(tmp_path, monkey
         num_generations=2,
         max_completion_length=4,
     )
-    config = cb_rollout.RolloutConfig(seed=1, num_speculative_tokens=0)
+    config = cb_rollout.RolloutConfig(seed=1)
     with cb_rollout.attach(trainer, config) as generator:
         assert generator.manager.model is trainer.model
         trainer.train()

@@ -32,7 +32,6 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request, distinct_params
 from cb_rollout.engine.sampling.sampler import HostSampled
-from cb_rollout.engine.spec_decode.ngram import MAX_DRAFT_ROWS
 from cb_rollout.types import RequestStatus
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ class GraphedDecoding:
         """
         self._runner, self._decoding, self._sizes = runner, decoding, sizes
         self._capture = capture or CudaCapture(runner.device)
-        num_rows, device = sizes.padded(max(max_rows, MAX_DRAFT_ROWS)), runner.device
+        num_rows, device = sizes.padded(max_rows), runner.device
         self._inputs = GraphInputs(num_rows, device)
         self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.

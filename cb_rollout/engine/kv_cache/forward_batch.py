@@ -25,7 +25,7 @@ class ForwardBatch:
     lengths: Sequence[int]
     """Number of each row's tokens, the new ones included."""
     table_rows: Sequence[int]
-    """Each row's table row; drafted rows of a request share it."""
+    """Each row's table row."""
     cache: PagedCache
     """Keys, values and states, which the forward reads and writes."""
     table: BlockTable
@@ -69,27 +69,6 @@ class ForwardBatch:
             [request.block_ids for request in requests],
             () if all(record is None for record in routes) else routes,
             first.images if first.num_computed < first.num_image_tokens else None,
-        )
-
-    @classmethod
-    def drafted(
-        cls,
-        requests: Sequence[Request],
-        drafts: Sequence[Sequence[int]],
-        cache: PagedCache,
-        table: BlockTable,
-    ) -> "ForwardBatch":
-        """Return a row for each request's last token, followed by rows of its drafted tokens."""
-        rows = [
-            (row, length, [token_id])
-            for row, (request, draft) in enumerate(zip(requests, drafts, strict=True))
-            for length, token_id in enumerate((request.token_ids[-1], *draft), request.num_tokens)
-        ]
-        batch = cls.of(requests, [request.num_tokens for request in requests], cache, table)
-        return replace(
-            batch.select([row for row, *_ in rows]),
-            new_tokens=[tokens for *_, tokens in rows],
-            lengths=[length for _, length, _ in rows],
         )
 
     def __len__(self) -> int:

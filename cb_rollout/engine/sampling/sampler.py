@@ -7,7 +7,6 @@ that steps the engine.
 from array import array
 from collections.abc import Sequence
 from math import isfinite
-from operator import add
 from typing import NamedTuple
 
 import torch
@@ -81,15 +80,11 @@ class TokenSampler:
         self,
         rows: Sequence[Request],
         logits_BV: torch.Tensor,
-        is_recurring: bool = False,
-        offsets: Sequence[int] = (),
+        is_recurring: bool,
     ) -> tuple[torch.Tensor | None, "HostSampled"]:
-        """Return the mask of kept tokens, and each row's token, the next or `offsets` later."""
+        """Return the mask of kept tokens, and each row's next token."""
         batch, processing = self._prepared(rows, logits_BV.shape[-1], is_recurring)
-        indices = [request.num_generated for request in rows]
-        if offsets:
-            indices = list(map(add, indices, offsets))
-        indices_B = devices.to_device(indices, self._device)
+        indices_B = devices.to_device([request.num_generated for request in rows], self._device)
         processed_BV = None if processing is None else processing(logits_BV, indices_B)
         sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
         return sampled.kept_RV, _to_host(sampled)
@@ -108,67 +103,20 @@ class TokenSampler:
         rows = enumerate(requests)
         return sum(append_row(r, results, row, policy_version, top.get(r)) for row, r in rows)
 
-    def extend_drafted(
-        self,
-        requests: Sequence[Request],
-        drafts: Sequence[Sequence[int]],
-        logits_BV: torch.Tensor,
-        policy_version: int,
-    ) -> list[int]:
-        """Append to every sequence the sampled tokens that equal its draft, and one more.
-
-        `requests` have no logits processors. `logits_BV`, float32, are those after each one's last
-        token, then after each drafted token. Returns the number of tokens that each got.
-        """
-        rows = [r for r, draft in zip(requests, drafts, strict=True) for _ in range(len(draft) + 1)]
-        offsets = [offset for draft in drafts for offset in range(len(draft) + 1)]
-        try:
-            kept_RV, results = self._sampled(rows, logits_BV, offsets=offsets)
-        except Exception as error:
-            if devices.is_out_of_memory(error):
-                raise
-            # Without drafts, the row at fault is found.
-            firsts = [row for row, offset in enumerate(offsets) if offset == 0]
-            nums_before = [request.num_generated for request in requests]
-            self.extend(requests, logits_BV[firsts], policy_version, is_recurring=False)
-            return [r.num_generated - n for r, n in zip(requests, nums_before, strict=True)]
-        num_given: list[int] = []
-        is_used: list[bool] = []
-        for request, draft in zip(requests, drafts, strict=True):
-            num_before, is_going = request.num_generated, True
-            for expected in (*draft, None):
-                row = len(is_used)
-                is_used.append(is_going)
-                if is_going:
-                    append_row(request, results, row, policy_version)
-                    is_going = results.tokens[row] == expected and not request.status.is_final
-            num_given.append(request.num_generated - num_before)
-        if kept_RV is not None:
-            self._record_truncation(rows, results, kept_RV, is_used)
-        return num_given
-
     def _record_truncation(
-        self,
-        requests: Sequence[Request],
-        results: "HostSampled",
-        kept_RV: torch.Tensor | None = None,
-        is_used: Sequence[bool] | None = None,
+        self, requests: Sequence[Request], results: "HostSampled", kept_RV: torch.Tensor | None
     ) -> None:
-        rows = [row for row, request in enumerate(requests) if request.params.is_truncated]
-        used = [index for index, row in enumerate(rows) if is_used is None or is_used[row]]
-        masses = [mass for mass in (results.log_masses[i] for i in used) if isfinite(mass)]
+        masses = list(filter(isfinite, results.log_masses))
         self._counters.truncated_tokens += len(masses)
         self._counters.log_kept_mass += sum(masses)
-        self._counters.kept_tokens += sum(results.nums_kept[i] for i in used)
+        self._counters.kept_tokens += sum(results.nums_kept)
         if not self._keeps_ids or kept_RV is None:
             return
-        if len(used) < len(rows):
-            kept_RV = kept_RV.index_select(0, devices.to_device(used, self._device))
+        truncated = (request for request in requests if request.params.is_truncated)
         ids, start = kept_RV.nonzero()[:, 1].int().cpu().numpy(), 0
-        for index in used:
-            end = start + results.nums_kept[index]
-            requests[rows[index]].kept_token_ids.append(array("i", ids[start:end].tobytes()))
-            start = end
+        for request, count in zip(truncated, results.nums_kept, strict=True):
+            request.kept_token_ids.append(array("i", ids[start : start + count].tobytes()))
+            start += count
 
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool

@@ -44,7 +44,7 @@ DRAWS = "cb_rollout"
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
 SUMMED = (
     *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
-    *("drafted_tokens", "accepted_tokens", "images_encoded", "images_reused"),
+    *("images_encoded", "images_reused"),
 )
 # Averaged over the turns' tokens.
 AVERAGED = ("log_kept_mass", "kept_tokens")

@@ -110,8 +110,8 @@ def _run_manager(manager: Any, workload: Workload) -> None:
         manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
     num_done = 0
     while num_done < len(workload.prompts):
-        output = manager.get_result(timeout=60)
-        assert output is not None, "no result within a minute"
+        output = manager.get_result(timeout=600)
+        assert output is not None, "no result within ten minutes"
         assert output.error is None, output.error
         if output.is_finished():
             num_done += 1

@@ -148,7 +148,7 @@ def test_a_backend_of_ones_own_is_selected_and_runs_the_decode_steps(monkeypatch
     outputs = []
     for backends in (selector.BACKENDS, [CountedBackend, *selector.BACKENDS]):
         monkeypatch.setattr(selector, "BACKENDS", backends)
-        with RolloutGenerator(model, RolloutConfig(seed=0, num_speculative_tokens=0)) as generator:
+        with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
             runner = generator.manager.engine._runner
             assert (
                 runner.backend_selection.backend

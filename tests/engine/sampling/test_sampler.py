@@ -52,11 +52,3 @@ def test_a_row_whose_parameters_raise_fails_alone():
         assert "OverflowError" in given[3].error
         assert isinstance(given[3].cause, OverflowError)
         assert [request.num_generated for request in given] == [1, 1, 1, 0, 1]
-
-
-def test_a_drafted_row_whose_parameters_raise_fails_alone():
-    sampler = TokenSampler(torch.device("cpu"), LogprobsMode.POLICY, EngineCounters())
-    given, drafts = broken_rows(), [[1, 2], [], [4], [5], []]
-    num_rows = sum(len(draft) + 1 for draft in drafts)
-    assert sampler.extend_drafted(given, drafts, torch.zeros(num_rows, 8), 0) == [1, 1, 1, 0, 1]
-    assert failed(given) == ["3"]

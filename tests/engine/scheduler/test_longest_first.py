@@ -26,7 +26,6 @@ def num_steps(scheduler_type, epochs):
         seed=0,
         scheduler_type=scheduler_type,
         max_requests_per_batch=NUM_ROWS,
-        num_speculative_tokens=0,
     )
     params = SamplingParams(ignore_eos=True)
     model = tiny_model("llama", num_hidden_layers=1, max_position_embeddings=512)

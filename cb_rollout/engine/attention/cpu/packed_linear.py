@@ -199,7 +199,7 @@ def multiply_packed(
     so rows are padded to few numbers.
     """
     B, K = rows_BK.shape
-    step = 8 if B <= PACKED_FOR_ROWS else 32
+    step = 4 if B <= 32 else 8 if B <= PACKED_FOR_ROWS else 32
     size = -(-B // step) * step
     padded_CK = rows_BK.contiguous()
     if size > B:

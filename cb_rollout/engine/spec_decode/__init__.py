@@ -1,1 +1,0 @@
-"""Propose draft tokens from n-grams; the executor verifies them in one forward."""
