@@ -1,0 +1,107 @@
+"""The cause of each fault that `scripts/measure_audit.py` injects is named first."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from measure_audit import NUM_NEW, engines, tiny_setting
+
+import cb_rollout
+from cb_rollout import ConfigurationError, InvalidRequestError
+from cb_rollout.rollout.audit.report import Cause
+
+FAULTS = [name for name, *_ in engines(tiny_setting("llama", torch.float32))]
+
+
+@pytest.fixture(scope="module")
+def settings():
+    made = {}
+
+    def setting(family, dtype):
+        if (family, dtype) not in made:
+            made[family, dtype] = tiny_setting(family, dtype)
+        return made[family, dtype]
+
+    return setting
+
+
+def audited(setting, fault):
+    cause, engine, arguments = next(rest for name, *rest in engines(setting) if name == fault)
+    report = cb_rollout.audit(engine.sample(setting.prompts, NUM_NEW), setting.model, **arguments)
+    return cause, report
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_cause_of_a_fault_comes_first(settings, fault):
+    cause, report = audited(settings("llama", torch.float32), fault)
+    assert report.cause is cause, str(report)
+    assert bool(report) is (cause is Cause.ROUNDING)
+
+
+@pytest.fixture(scope="module")
+def clean(settings):
+    setting = settings("llama", torch.float32)
+    _, engine, arguments = next(iter(engines(setting)))
+    return setting, engine.sample(setting.prompts, NUM_NEW), arguments
+
+
+def test_nothing_of_the_model_is_changed(clean):
+    setting, outputs, arguments = clean
+    setting.model.train()
+    before = {name: p.clone() for name, p in setting.model.state_dict().items()}
+    state = torch.get_rng_state()
+    cb_rollout.audit(outputs, setting.model, tokenizer=setting.tokenizer, **arguments)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(module.training for module in setting.model.modules())
+    assert all(torch.equal(p, before[name]) for name, p in setting.model.state_dict().items())
+    setting.model.eval()
+
+
+def test_a_cause_that_was_not_passed_leaves_the_numbers_unexplained(settings):
+    setting = settings("llama", torch.float32)
+    engine = next(rest[1] for name, *rest in engines(setting) if name == "older version")
+    report = cb_rollout.audit(engine.sample(setting.prompts, NUM_NEW), setting.model)
+    assert report.cause is None and not report
+    assert report.sentence.startswith("No tested cause explains")
+
+
+def test_the_difference_begins_where_the_weights_changed(settings):
+    _, report = audited(settings("llama", torch.float32), "update in flight, old keys")
+    # The sampled tokens before the update are those of the old weights.
+    assert set(report.starts.values()) <= {0, 1}
+    setting = settings("llama", torch.float32)
+    _, engine, arguments = next(iter(engines(setting)))
+    late = [
+        replace(output, logprobs=[*output.logprobs[:16], *(x - 0.5 for x in output.logprobs[16:])])
+        for output in engine.sample(setting.prompts, NUM_NEW)
+    ]
+    report = cb_rollout.audit(late, setting.model, **arguments)
+    assert set(report.starts.values()) == {16}
+    assert "at generated token 16" in str(report)
+
+
+def test_tokens_that_were_drawn_otherwise_than_claimed_are_an_alarm(settings):
+    setting = settings("llama", torch.float32)
+    _, engine, _ = next(iter(engines(setting)))
+    sharp = replace(engine, draws=lambda logits, _: logits / 0.5)
+    report = cb_rollout.audit(sharp.sample(setting.prompts * 4, NUM_NEW), setting.model)
+    assert report.cause is Cause.ROUNDING
+    assert not report
+    assert report.draw.z_score < -5
+    assert "tokens do not fit the claimed distribution" in report.sentence
+
+
+def test_what_cannot_be_audited_is_refused(clean):
+    setting, outputs, _ = clean
+    short = replace(outputs[0], logprobs=outputs[0].logprobs[:-1])
+    with pytest.raises(InvalidRequestError, match="24 generated tokens and 23 log-probabilities"):
+        cb_rollout.audit([short], setting.model)
+    with pytest.raises(InvalidRequestError, match="no output holds a generated token"):
+        cb_rollout.audit([], setting.model)
+    strange = replace(outputs[0], prompt_ids=[256])
+    with pytest.raises(InvalidRequestError, match="outside the model's vocabulary of 256"):
+        cb_rollout.audit([strange], setting.model)
+    with pytest.raises(ConfigurationError, match="holds tensors that .* has no place for: nothing"):
+        cb_rollout.audit(outputs, setting.model, versions={1: {"nothing": torch.zeros(1)}})
+    with pytest.raises(ConfigurationError, match="num_sequences=0"):
+        cb_rollout.audit(outputs, setting.model, num_sequences=0)
