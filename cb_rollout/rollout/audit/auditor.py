@@ -17,6 +17,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.numerics.agreement import (
+    LARGEST_MULTIPLE,
     NUM_MEASURED,
     ROUNDING,
     agrees,
@@ -37,6 +38,9 @@ from cb_rollout.types import GenerationOutput
 
 # A number so far off, in multiples of the noise, is as likely of another cause.
 DOUBTFUL_MULTIPLE = 10.0
+
+# Median distance, in multiples of the noise, that rounding alone rarely has.
+DOUBTFUL_MEDIAN = 1.5
 
 
 class Candidate(NamedTuple):
@@ -166,6 +170,7 @@ class _Auditor:
         self.readouts = Readouts(logits, rows, temperatures, self.reported_N, params, is_processed)
         trainer = self.readouts.of(self.readouts.claimed)
         self.rounding = self._measured_rounding(trainer)
+        self.readouts.slack = LARGEST_MULTIPLE * self.rounding
         self.clean = self._candidate(Cause.ROUNDING, "", trainer)
 
     def _measured_rounding(self, trainer: Prediction) -> float:
@@ -192,9 +197,8 @@ class _Auditor:
         """Return what a forward predicts for one sequence."""
         row = self.forwards.rows[number]
         logits_TV = self.forwards.logits(number, change)
-        logprobs_TV = processed(
-            logits_TV, row, self.readouts.claimed, self.outputs[number].temperature
-        )
+        claimed, slack = self.readouts.claimed, self.readouts.slack
+        logprobs_TV = processed(logits_TV, row, claimed, self.outputs[number].temperature, slack)
         tokens_T = torch.tensor(row.completion_ids, device=logprobs_TV.device)
         return evidence.prediction(logprobs_TV, tokens_T)
 
@@ -247,8 +251,12 @@ class _Auditor:
             if hypothesis.cause is Cause.OLDER_VERSION:
                 found += self._updated(found[-1], hypothesis)
         ranking = self._ranked(found)
-        if not ranking[0][1].explains and weights:
-            found += map(self._tested, layer_hypotheses(weights))
+        multiple = float((self.clean.distances_N / self.clean.noise_N).median())
+        is_doubtful = ranking[0][0] is self.clean and multiple > DOUBTFUL_MEDIAN
+        if weights and (is_doubtful or not ranking[0][1].explains):
+            layers = list(layer_hypotheses(weights))
+            price = math.log(len(layers))
+            found += (self._tested(layer)._replace(price=price) for layer in layers)
             ranking = self._ranked(found)
         best, first = ranking[0]
         is_rounding = first.explains and best is self.clean
@@ -269,13 +277,28 @@ class _Auditor:
         both = zip(older.prediction, self.clean.prediction, strict=True)
         mixed = Prediction(*(torch.where(is_old_N, a, b) for a, b in both))
         yield self._candidate(Cause.UPDATED, detail, mixed, price)
-        if "past_key_values" in self.forwards.argument_names:
-            counts = self._leading(older, self._unsure(older))
+        if "past_key_values" not in self.forwards.argument_names:
+            return
+        prompts = [len(row.prompt_ids) for row in self.forwards.rows]
+        kept = []
+        for ends in (counts, self._leading(older, self._unsure(older))):
             # The last sampled token has no key yet.
-            prompts = [len(row.prompt_ids) for row in self.forwards.rows]
-            cached = [n + count - 1 for n, count in zip(prompts, counts, strict=True)]
+            cached = [n + count - 1 for n, count in zip(prompts, ends, strict=True)]
             change = Change(cached_weights=hypothesis.change.weights, num_cached=cached)
-            yield self._candidate(Cause.OLD_KEYS_KEPT, detail, self._predicted(change), price)
+            own = self._predicted(change)
+            kept.append(self._candidate(Cause.OLD_KEYS_KEPT, detail, own, price))
+        yield self._joined(kept)
+
+    def _joined(self, found: Sequence[Candidate]) -> Candidate:
+        """Return the candidate that has for each sequence the prediction of the likeliest one."""
+        sums = torch.stack(
+            [torch.stack([x.sum() for x in c.log_densities_N.split(self.lengths)]) for c in found]
+        )
+        best_N = sums.argmax(0).cpu().repeat_interleave(torch.tensor(self.lengths))
+        best_1N = best_N.to(self.reported_N.device)[None]
+        fields = zip(*(own.prediction for own in found), strict=True)
+        own = Prediction(*(torch.stack(field).gather(0, best_1N)[0] for field in fields))
+        return self._candidate(found[0].cause, found[0].detail, own, found[0].price)
 
     def _leading(self, older: Candidate, other_N: torch.Tensor) -> list[int]:
         """Return how many leading tokens of each sequence a version explains better."""

@@ -46,19 +46,29 @@ class Readout(NamedTuple):
 
 
 def processed(
-    logits_TV: torch.Tensor, row: PackedRow, params: SamplingParams, temperature: float
+    logits_TV: torch.Tensor,
+    row: PackedRow,
+    params: SamplingParams,
+    temperature: float,
+    slack: float = 0.0,
 ) -> torch.Tensor:
     """Return log-probabilities after penalties, temperature and truncation, `[T, V]`, float32.
 
-    In the order and by the formulas of the engine. Bans, biases and grammars are not applied.
+    In the order and by the formulas of the engine. Bans, biases and grammars are not applied. A
+    sampled token that lies within `slack` nats of a kept one is kept: rounding excluded it.
     """
     logits_TV = _penalised(logits_TV, row, params) if params.is_penalized else logits_TV
     logits_TV = logits_TV / temperature
-    if params.is_truncated:
-        truncation = create_truncation([params] * len(logits_TV), logits_TV.device)
-        assert truncation is not None
-        logits_TV = truncate(logits_TV, truncation)
-    return logits_TV.log_softmax(-1)
+    if not params.is_truncated:
+        return logits_TV.log_softmax(-1)
+    truncation = create_truncation([params] * len(logits_TV), logits_TV.device)
+    assert truncation is not None
+    kept_TV = truncate(logits_TV, truncation)
+    least_T1 = kept_TV.masked_fill(kept_TV.isinf(), torch.inf).amin(-1, keepdim=True)
+    tokens_T1 = torch.tensor(row.completion_ids, device=logits_TV.device)[:, None]
+    own_T1 = logits_TV.gather(-1, tokens_T1)
+    own_T1 = own_T1.where(own_T1 >= least_T1 - slack, -torch.inf)
+    return kept_TV.scatter(-1, tokens_T1, own_T1).log_softmax(-1)
 
 
 def _penalised(logits_TV: torch.Tensor, row: PackedRow, params: SamplingParams) -> torch.Tensor:
@@ -91,6 +101,8 @@ class Readouts:
         """Take each row's logits, `[T, V]`, and temperature; `params`: None if not known."""
         self.logits, self.rows, self.temperatures = logits, rows, temperatures
         self.reported_N, self.params, self.is_processed = reported_N, params, is_processed
+        self.slack = 0.0
+        """Nats by which rounding may exclude a sampled token."""
         self.claimed = (is_processed and params) or OFF
         """What the trainer takes the numbers for."""
         tokens = [token for row in rows for token in row.completion_ids]
@@ -99,7 +111,8 @@ class Readouts:
     def of(self, params: SamplingParams, factor: float = 1.0) -> Prediction:
         """Return the prediction by these parameters; `factor` multiplies the temperatures."""
         each = zip(self.logits, self.rows, self.temperatures, strict=True)
-        return self._read([processed(own, row, params, t * factor) for own, row, t in each])
+        own = [processed(own, row, params, t * factor, self.slack) for own, row, t in each]
+        return self._read(own)
 
     def _read(self, logprobs: Sequence[torch.Tensor]) -> Prediction:
         return prediction(torch.cat(list(logprobs)), self.tokens_N)
@@ -178,8 +191,7 @@ class Readouts:
         for cause, detail, is_kept_NM in kept:
             mass_N = p_NM.masked_fill(~is_kept_NM, 0).sum(-1).clamp(max=1)
             least_N = p_NM.masked_fill(~is_kept_NM, torch.inf).amin(-1)
-            # The sums of float32 numbers have their rounding.
-            is_out_N = base.logprobs_N.exp() < least_N * (1 - 1e-5)
+            is_out_N = base.logprobs_N < least_N.log() - self.slack
             own_N = (base.logprobs_N - mass_N.log()).masked_fill(is_out_N, -torch.inf)
             yield Readout(cause, detail, base._replace(logprobs_N=own_N), num_fitted=1)
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from measure_audit import NUM_NEW, engines, tiny_setting
 
 import cb_rollout
 from cb_rollout import ConfigurationError, InvalidRequestError
 from cb_rollout.rollout.audit.report import Cause
+from measure_audit import NUM_NEW, engines, tiny_setting
 
 FAULTS = [name for name, *_ in engines(tiny_setting("llama", torch.float32))]
 
@@ -61,7 +61,8 @@ def test_a_cause_that_was_not_passed_leaves_the_numbers_unexplained(settings):
     setting = settings("llama", torch.float32)
     engine = next(rest[1] for name, *rest in engines(setting) if name == "older version")
     report = cb_rollout.audit(engine.sample(setting.prompts, NUM_NEW), setting.model)
-    assert report.cause is None and not report
+    assert report.cause is None
+    assert not report
     assert report.sentence.startswith("No tested cause explains")
 
 
@@ -101,7 +102,9 @@ def test_what_cannot_be_audited_is_refused(clean):
     strange = replace(outputs[0], prompt_ids=[256])
     with pytest.raises(InvalidRequestError, match="outside the model's vocabulary of 256"):
         cb_rollout.audit([strange], setting.model)
-    with pytest.raises(ConfigurationError, match="holds tensors that .* has no place for: nothing"):
+    with pytest.raises(
+        ConfigurationError, match=r"holds tensors that .* has no place for: nothing"
+    ):
         cb_rollout.audit(outputs, setting.model, versions={1: {"nothing": torch.zeros(1)}})
     with pytest.raises(ConfigurationError, match="num_sequences=0"):
         cb_rollout.audit(outputs, setting.model, num_sequences=0)
