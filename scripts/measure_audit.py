@@ -74,10 +74,10 @@ class Engine:
 
     @torch.no_grad()
     def sample(
-        self, prompts: Sequence[Sequence[int]], num_new: int = NUM_NEW
+        self, prompts: Sequence[Sequence[int]], num_new: int = NUM_NEW, seed: int = 0
     ) -> list[GenerationOutput]:
         """Return a completion of each prompt."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
         longest = max(map(len, prompts))
         return [
             self._sample(f"r{number}", list(prompt), num_new, longest, generator)
@@ -457,6 +457,19 @@ def run(s: Setting, numbers: slice) -> list[dict[str, Any]]:
     return rows
 
 
+def clean_alarms(s: Setting, num_rollouts: int) -> dict[str, Any]:
+    """Return the number of alarms in rollouts without a fault."""
+    alarms = 0
+    for seed in range(num_rollouts):
+        outputs = Engine(s.model).sample(s.prompts, seed=seed)
+        report = audit(outputs, s.model, versions={"old": s.old.state_dict()})
+        if not report:
+            alarms += 1
+            print(report, flush=True)
+    dtype = str(next(s.model.parameters()).dtype).removeprefix("torch.")
+    return {"model": s.name, "dtype": dtype, "rollouts": num_rollouts, "alarms": alarms}
+
+
 def main() -> None:
     """Measure, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -464,19 +477,31 @@ def main() -> None:
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--faults", nargs=2, type=int, default=(0, None), help="first and end")
+    parser.add_argument("--clean", type=int, default=0, help="rollouts without a fault, each")
     parser.add_argument("--output", type=Path, default=BENCHMARKS / "audit_cpu.json")
     args = parser.parse_args()
-    rows = []
-    for dtype in args.dtypes:
-        for family in args.families:
-            rows += run(tiny_setting(family, getattr(torch, dtype)), slice(*args.faults))
-        if args.real:
-            rows += run(real_setting(getattr(torch, dtype)), slice(*args.faults))
+    rows, clean = [], []
+    for dtype in (getattr(torch, name) for name in args.dtypes):
+        made = [tiny_setting(family, dtype) for family in args.families]
+        for own in [*made, real_setting(dtype)] if args.real else made:
+            if args.clean:
+                clean.append(clean_alarms(own, args.clean))
+            else:
+                rows += run(own, slice(*args.faults))
     # Rows of earlier parts stay.
-    record = json.loads(args.output.read_text()) if args.output.exists() else {"rows": []}
-    known = {(row["model"], row["dtype"], row["fault"]): row for row in [*record["rows"], *rows]}
+    record = json.loads(args.output.read_text()) if args.output.exists() else {}
+    known = {
+        (row["model"], row["dtype"], row["fault"]): row for row in [*record.get("rows", ()), *rows]
+    }
     rows = list(known.values())
-    record = {"bench": "audit", **describe_machine("cpu"), "num_new": NUM_NEW, "rows": rows}
+    counted = {(own["model"], own["dtype"]): own for own in [*record.get("clean", ()), *clean]}
+    record = {
+        "bench": "audit",
+        **describe_machine("cpu"),
+        "num_new": NUM_NEW,
+        "clean": list(counted.values()),
+        "rows": rows,
+    }
     args.output.write_text(json.dumps(record, indent=1) + "\n")
     right = sum(row["found"] == row["expected"] for row in rows)
     print(f"{right} of {len(rows)} right; {args.output}")

@@ -490,11 +490,11 @@ def audit_table(record: dict[str, Any]) -> str:
         lines.append(line)
     rows = record["rows"]
     right = sum(row["found"] == row["expected"] for row in rows)
-    clean = [row for row in rows if row["expected"] == "rounding"]
-    alarms = sum(not row["is_clean"] for row in clean)
+    clean = sum(own["rollouts"] for own in record["clean"])
+    alarms = sum(own["alarms"] for own in record["clean"])
     said = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in VERSIONS_SHOWN)
     note = (
-        f"<sub>{right} of {len(rows)} right; {alarms} alarms in {len(clean)} rollouts without a "
+        f"<sub>{right} of {len(rows)} right; {alarms} alarms in {clean:,} rollouts without a "
         f"fault. {record['device']}, {record['date']}; {said} "
         "([record](benchmarks/audit_cpu.json)).</sub>"
     )

@@ -18,6 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -60,6 +61,11 @@ class Forwards:
         self.inner = hf_compat.unwrap(model)
         hf_compat.refuse_what_cannot_generate(self.inner)
         hf_compat.refuse_sharded(self.inner)
+        if is_sharded(self.inner):
+            raise ConfigurationError(
+                "audit takes a model whose parameters are whole; under FSDP or ZeRO-3 save a "
+                "checkpoint, and use cb-rollout audit."
+            )
         self.rows = rows
         self.device = next(self.inner.parameters()).device
         self.argument_names = hf_compat.forward_argument_names(self.inner)
@@ -94,7 +100,7 @@ class Forwards:
             if change.head_dtype is not None:
                 self._replace_head(stack, change.head_dtype)
             if change.replays_routes:
-                self._replay(stack, row.routes)
+                self._replay(stack, row.routes, S)
             if change.cached_weights is not None:
                 return self._with_old_keys(ids_1S, number, change, settings)[-T:].float()
             if "logits_to_keep" in self.argument_names:
@@ -130,8 +136,8 @@ class Forwards:
 
         stack.enter_context(hf_compat.replacing_forward(head, forward))
 
-    def _replay(self, stack: ExitStack, routes: Any) -> None:
-        routes_NLK = joined_routes([(routes, 0, len(routes))], routes.shape[1:], self.device)
+    def _replay(self, stack: ExitStack, routes: Any, num_tokens: int) -> None:
+        routes_NLK = joined_routes([(routes, 0, num_tokens)], routes.shape[1:], self.device)
         assert routes_NLK is not None
         if self._routers is None:
             self._routers = find_routers(

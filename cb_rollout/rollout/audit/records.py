@@ -3,6 +3,7 @@
 Owns the names of the fields. Prompts that were recorded as text are tokenised here.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -45,7 +46,20 @@ def read_rollouts(
         ConfigurationError: there are no such sequences, or a line is none.
     """
     if Path(path).is_dir():
-        outputs = _of_run(path, tokenizer, run_id, step, temperature)
+        run = chosen_run(list_runs(path), run_id)
+        step = max(run.num_sequences, default=0) if step is None else step
+        outputs = [
+            GenerationOutput(
+                record.request_id,
+                # The record's text holds its special tokens.
+                tokenizer(text=record.prompt, add_special_tokens=False)["input_ids"],
+                record.token_ids,
+                record.logprobs,
+                temperature=temperature,
+            )
+            for record in iterate_rollouts(path, run, {step})
+            if record.logprobs and all(map(math.isfinite, record.logprobs))
+        ]
     else:
         parse = partial(_of_line, tokenizer=tokenizer, temperature=temperature)
         outputs = [own for line in read_records(Path(path), parse, "rollout") for own in line]
@@ -55,30 +69,6 @@ def read_rollouts(
             "(record_num_sequences, or cb-rollout generate --logprobs)."
         )
     return outputs
-
-
-def _of_run(
-    run_dir: str | os.PathLike[str],
-    tokenizer: Any,
-    run_id: str | None,
-    step: int | None,
-    temperature: float,
-) -> list[GenerationOutput]:
-    run = chosen_run(list_runs(run_dir), run_id)
-    step = max(run.num_sequences, default=0) if step is None else step
-    return [
-        GenerationOutput(
-            record.request_id,
-            # The record's text holds its special tokens.
-            list(tokenizer(text=record.prompt, add_special_tokens=False)["input_ids"]),
-            record.token_ids,
-            record.logprobs,
-            policy_versions=record.policy_versions,
-            temperature=temperature,
-        )
-        for record in iterate_rollouts(run_dir, run, {step})
-        if record.logprobs and not any(value != value for value in record.logprobs)
-    ]
 
 
 def _of_line(row: Mapping[str, Any], tokenizer: Any, temperature: float) -> list[GenerationOutput]:
@@ -105,10 +95,9 @@ def _numbers(logprobs: Any) -> list[float]:
     """Return log-probabilities from a list, or from OpenAI's forms for completions and chats."""
     if isinstance(logprobs, Mapping):
         logprobs = logprobs.get("token_logprobs") or logprobs.get("content")
-    # SGLang gives (number, token id, text).
-    return [
-        float(
-            own["logprob"] if isinstance(own, Mapping) else own[0] if isinstance(own, list) else own
-        )
-        for own in logprobs or ()
-    ]
+    numbers = []
+    for own in logprobs or ():
+        # A chat's token is an object; SGLang's is (number, token id, text).
+        number = own["logprob"] if isinstance(own, Mapping) else own
+        numbers.append(float(number[0] if isinstance(number, list) else number))
+    return numbers

@@ -1,14 +1,23 @@
 """The cause of each fault that `scripts/measure_audit.py` injects is named first."""
 
+import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 
 import cb_rollout
-from cb_rollout import ConfigurationError, InvalidRequestError
+from cb_rollout import (
+    ConfigurationError,
+    InvalidRequestError,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+)
 from cb_rollout.rollout.audit.report import Cause
-from measure_audit import NUM_NEW, engines, tiny_setting
+from measure_audit import NUM_NEW, Engine, engines, tiny_setting
 
 FAULTS = [name for name, *_ in engines(tiny_setting("llama", torch.float32))]
 
@@ -43,6 +52,51 @@ def clean(settings):
     setting = settings("llama", torch.float32)
     _, engine, arguments = next(iter(engines(setting)))
     return setting, engine.sample(setting.prompts, NUM_NEW), arguments
+
+
+def test_rollouts_of_the_engine_are_no_alarm(settings):
+    setting = settings("llama", torch.float32)
+    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.8, top_p=0.9)
+    with RolloutGenerator(setting.model, RolloutConfig(seed=0)) as generator:
+        outputs = generator.generate_batch(
+            setting.prompts, sampling_params=params, num_return_sequences=2
+        )
+    report = cb_rollout.audit(outputs.values(), setting.model, sampling_params=params)
+    assert report, str(report)
+    # Top-p that the audit is not told of is seen in the tokens, as the numbers are right.
+    report = cb_rollout.audit(outputs.values(), setting.model)
+    assert report.cause is Cause.ROUNDING
+    assert report.draw.surprise < 0
+
+
+def test_experts_that_the_rollout_chose_otherwise_are_the_cause(settings):
+    setting = settings("qwen3_moe", torch.float32)
+    outputs = Engine(setting.base).sample(setting.prompts)
+    draw = np.random.default_rng(0)
+    for output in outputs:
+        num_tokens = len(output.prompt_ids) + len(output.generated_tokens) - 1
+        scores = draw.random((num_tokens, 3, 4))
+        output.routed_experts = scores.argsort(-1)[..., :2].astype(np.uint8)
+    with torch.no_grad():
+        replayed = cb_rollout.packed_logprobs(setting.base, outputs)
+    for output, logprobs in zip(outputs, replayed, strict=True):
+        output.logprobs = logprobs.tolist()
+    assert cb_rollout.audit(outputs, setting.base).cause is Cause.ROUTES
+    # A sequence that is cut keeps the routes of its tokens.
+    assert cb_rollout.audit(outputs[:1], setting.base, max_tokens=20).cause is Cause.ROUTES
+
+
+def test_an_older_adapter_is_a_version_as_peft_saves_it(settings):
+    setting = settings("llama", torch.float32)
+    older = copy.deepcopy(setting.model)
+    for name, p in older.named_parameters():
+        if ".lora_B.default" in name:
+            p.data *= 0.9
+    outputs = Engine(older).sample(setting.prompts)
+    versions = {3: lambda: get_peft_model_state_dict(older)}
+    report = cb_rollout.audit(outputs, setting.model, versions=versions)
+    assert report.cause is Cause.OLDER_VERSION
+    assert report.ranking[0].detail == "3"
 
 
 def test_nothing_of_the_model_is_changed(clean):
