@@ -195,8 +195,29 @@ class _Auditor:
         tokens_T = torch.tensor(row.completion_ids, device=logprobs_TV.device)
         return evidence.prediction(logprobs_TV, tokens_T)
 
-    def _predicted(self, change: Change) -> Prediction:
-        return evidence.joined([self._row(n, change) for n in range(len(self.lengths))])
+    def _predicted(self, change: Change, *, is_whole: bool = True) -> Prediction:
+        """Return what a changed forward predicts.
+
+        Unless `is_whole`, sequences after those that refute it are not computed: they are taken to
+        be as far off.
+        """
+        rows, num_tokens = [], 0
+        for number, length in enumerate(self.lengths):
+            rows.append(self._row(number, change))
+            num_tokens += length
+            own, seen_N = evidence.joined(rows), self.reported_N[:num_tokens]
+            distances_N = evidence.differences(seen_N, own.logprobs_N)
+            limit = evidence.max_outliers(len(self.reported_N))
+            if not is_whole and evidence.num_outliers(distances_N, self._noise(own)) > limit:
+                rest_N = self.reported_N[num_tokens:] - distances_N.mean()
+                sizes_N = self.clean.prediction.sizes_N[num_tokens:]
+                return evidence.joined([own, Prediction(rest_N, sizes_N)])
+        return evidence.joined(rows)
+
+    def _noise(self, own: Prediction, extra_N: float | torch.Tensor = 0.0) -> torch.Tensor:
+        """Return the rounding of predictions and reports, `[N]`; `extra_N`: of a cause itself."""
+        noise_N = (self.rounding * own.sizes_N).square() + self.step**2 / 12
+        return (noise_N + torch.as_tensor(extra_N, device=noise_N.device).square()).sqrt()
 
     def _candidate(
         self,
@@ -206,19 +227,22 @@ class _Auditor:
         price: float = 0.0,
         extra_N: float | torch.Tensor = 0.0,
     ) -> Candidate:
-        """Compare a prediction; `extra_N` is the rounding that it has beside the trainer's."""
-        noise_N = (self.rounding * own.sizes_N).square() + self.step**2 / 12
-        noise_N = (noise_N + torch.as_tensor(extra_N, device=noise_N.device).square()).sqrt()
+        noise_N = self._noise(own, extra_N)
         distances_N = evidence.differences(self.reported_N, own.logprobs_N)
         densities_N = evidence.log_densities(distances_N, noise_N)
         return Candidate(cause, detail, own, noise_N, distances_N, densities_N, price, False)
 
     def _tested(self, hypothesis: Hypothesis) -> Candidate:
+        if not hypothesis.noise_share:
+            # The weights of a version are held against each sequence later on.
+            is_whole = hypothesis.cause is Cause.OLDER_VERSION
+            own = self._predicted(hypothesis.change, is_whole=is_whole)
+            return self._candidate(hypothesis.cause, hypothesis.detail, own)
         own = self._predicted(hypothesis.change)
         moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
         extra = hypothesis.noise_share * float(moved_N.square().mean().sqrt())
         found = self._candidate(hypothesis.cause, hypothesis.detail, own, extra_N=extra)
-        return found._replace(is_coarse=extra > 0)
+        return found._replace(is_coarse=True)
 
     def _short(self, dtype: torch.dtype) -> Candidate:
         """Return the cause that numbers are of 16 bits, where each of them is."""

@@ -87,12 +87,20 @@ def log_densities(distances_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Ten
     return _LOG_PEAK - 2 * ((distances_N / scale_N).square() / 3).log1p() - scale_N.log()
 
 
+def num_outliers(distances_N: torch.Tensor, noise_N: torch.Tensor) -> int:
+    """Return the number of tokens that the noise does not reach."""
+    return int((distances_N > LARGEST_MULTIPLE * noise_N).sum())
+
+
+def max_outliers(num_tokens: int) -> int:
+    """Return the number of such tokens that a cause may leave."""
+    return max(1, int(MAX_OUTLIERS * num_tokens))
+
+
 def explains(distances_N: torch.Tensor, noise_N: torch.Tensor) -> bool:
     """Return whether a cause accounts for the reported numbers, but for a few of them."""
-    multiples_N = distances_N / noise_N
-    num_outliers = int((multiples_N > LARGEST_MULTIPLE).sum())
-    is_typical = float(multiples_N.median()) <= TYPICAL_MULTIPLE
-    return is_typical and num_outliers <= max(1, MAX_OUTLIERS * len(multiples_N))
+    is_typical = float((distances_N / noise_N).median()) <= TYPICAL_MULTIPLE
+    return is_typical and num_outliers(distances_N, noise_N) <= max_outliers(len(noise_N))
 
 
 def first_of_suffix(gains_T: torch.Tensor) -> int | None:
