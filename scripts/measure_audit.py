@@ -259,7 +259,8 @@ def cut(
     values, order = logits.sort(descending=True)
     p = values.softmax(-1)
     keep = (p.cumsum(-1) - p < top_p) & (p >= min_p * p[0])
-    keep[top_k or len(p) :] = False
+    # Equal logits stay or go together, as in transformers.
+    keep &= values >= values[(top_k or len(p)) - 1]
     return torch.full_like(logits, -torch.inf).scatter(0, order[keep], values[keep])
 
 

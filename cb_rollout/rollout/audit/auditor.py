@@ -233,16 +233,19 @@ class _Auditor:
         return Candidate(cause, detail, own, noise_N, distances_N, densities_N, price, False)
 
     def _tested(self, hypothesis: Hypothesis) -> Candidate:
-        if not hypothesis.noise_share:
-            # The weights of a version are held against each sequence later on.
-            is_whole = hypothesis.cause is Cause.OLDER_VERSION
-            own = self._predicted(hypothesis.change, is_whole=is_whole)
-            return self._candidate(hypothesis.cause, hypothesis.detail, own)
-        own = self._predicted(hypothesis.change)
+        # A version is held against each sequence later on.
+        is_whole = hypothesis.noise_share > 0 or hypothesis.cause is Cause.OLDER_VERSION
+        own = self._predicted(hypothesis.change, is_whole=is_whole)
+        return self._coarse(hypothesis.cause, hypothesis.detail, own, hypothesis.noise_share)
+
+    def _coarse(
+        self, cause: Cause, detail: str, own: Prediction, share: float, price: float = 0.0
+    ) -> Candidate:
+        """Compare a prediction that has rounding of its own, if `share` is above 0."""
         moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
-        extra = hypothesis.noise_share * float(moved_N.square().mean().sqrt())
-        found = self._candidate(hypothesis.cause, hypothesis.detail, own, extra_N=extra)
-        return found._replace(is_coarse=True)
+        extra = share * float(moved_N.square().mean().sqrt())
+        found = self._candidate(cause, detail, own, price, extra)
+        return found._replace(is_coarse=share > 0)
 
     def _short(self, dtype: torch.dtype) -> Candidate:
         """Return the cause that numbers are of 16 bits, where each of them is."""
@@ -261,7 +264,7 @@ class _Auditor:
         found = [self.clean]
         for own in self.readouts.all():
             price = own.num_fitted * math.log(len(self.reported_N)) / 2
-            found.append(self._candidate(own.cause, own.detail, own.prediction, price))
+            found.append(self._coarse(*own[:3], own.noise_share, price))
         dtype = evidence.short_dtype(self.reported_N)
         found += [self._short(dtype)] if dtype else []
         for hypothesis in hypotheses(self.forwards, weights, words):

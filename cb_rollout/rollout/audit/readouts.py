@@ -43,6 +43,8 @@ class Readout(NamedTuple):
     detail: str
     prediction: Prediction
     num_fitted: int = 0
+    noise_share: float = 0.0
+    """Rounding of its own, as `Hypothesis.noise_share`."""
 
 
 def processed(
@@ -201,7 +203,8 @@ class Readouts:
         for dtype in (torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
             short = [(own.to(dtype).float() / t).log_softmax(-1) for own, t in each]
-            yield Readout(Cause.LOGITS_16BIT, name, self._read(short))
+            # Rounding in float32 turns the rounding of some logits.
+            yield Readout(Cause.LOGITS_16BIT, name, self._read(short), noise_share=0.05)
         claimed = self.of(self.claimed)
         lengths = [len(row.completion_ids) for row in self.rows]
         for step, name in ((1, "the token before"), (-1, "the token after")):
