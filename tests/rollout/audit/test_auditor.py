@@ -47,6 +47,30 @@ def test_the_cause_of_a_fault_comes_first(settings, fault):
     assert bool(report) is (cause is Cause.ROUNDING)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("gpt2", torch.float32),
+        ("qwen3_moe", torch.float32),
+        ("llama", torch.bfloat16),
+        ("gpt2", torch.bfloat16),
+        ("qwen3_moe", torch.bfloat16),
+    ],
+)
+def test_causes_come_first_in_each_family_and_precision(settings, family, dtype):
+    setting = settings(family, dtype)
+    missed = {}
+    for fault, cause, *_ in engines(setting):
+        _, report = audited(setting, fault)
+        if report.cause is not cause:
+            missed[fault] = report.sentence
+            assert cause is not Cause.ROUNDING, str(report)
+    # With old keys, an update in flight may lie within bfloat16's rounding of the older version.
+    allowed = {"update in flight, old keys"} if dtype == torch.bfloat16 else set()
+    assert set(missed) <= allowed, missed
+
+
 @pytest.fixture(scope="module")
 def clean(settings):
     setting = settings("llama", torch.float32)
