@@ -55,7 +55,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """How well one cause explains the reported log-probabilities."""
+    """The degree to which one cause explains the reported log-probabilities."""
 
     cause: Cause
     detail: str
