@@ -44,7 +44,7 @@ DOUBTFUL_MULTIPLE = 10.0
 DOUBTFUL_MEDIAN = 1.5
 
 
-class Candidate(NamedTuple):
+class TestedCause(NamedTuple):
     """A cause, and how its predictions compare with the reported numbers."""
 
     cause: Cause
@@ -226,13 +226,13 @@ class _Auditor:
         own: Prediction,
         price: float = 0.0,
         extra_N: float | torch.Tensor = 0.0,
-    ) -> Candidate:
+    ) -> TestedCause:
         noise_N = self._noise(own, extra_N)
         distances_N = evidence.differences(self.reported_N, own.logprobs_N)
         densities_N = evidence.log_densities(distances_N, noise_N)
-        return Candidate(cause, detail, own, noise_N, distances_N, densities_N, price, False)
+        return TestedCause(cause, detail, own, noise_N, distances_N, densities_N, price, False)
 
-    def _tested(self, hypothesis: Hypothesis) -> Candidate:
+    def _tested(self, hypothesis: Hypothesis) -> TestedCause:
         # A version is held against each sequence later on.
         is_whole = hypothesis.noise_share > 0 or hypothesis.cause is Cause.OLDER_VERSION
         own = self._predicted(hypothesis.change, is_whole=is_whole)
@@ -240,14 +240,14 @@ class _Auditor:
 
     def _coarse(
         self, cause: Cause, detail: str, own: Prediction, share: float, price: float = 0.0
-    ) -> Candidate:
+    ) -> TestedCause:
         """Compare a prediction that has rounding of its own, if `share` is above 0."""
         moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
         extra = share * float(moved_N.square().mean().sqrt())
         found = self._candidate(cause, detail, own, price, extra)
         return found._replace(is_coarse=share > 0)
 
-    def _short(self, dtype: torch.dtype) -> Candidate:
+    def _short(self, dtype: torch.dtype) -> TestedCause:
         """Return the cause that numbers are of 16 bits, where each of them is."""
         own = self.clean.prediction
         half_step_N = own.logprobs_N.abs() * torch.finfo(dtype).eps / 2
@@ -285,7 +285,7 @@ class _Auditor:
         results = tuple(result for _, result in ranking)
         return AuditReport(results, draw, self._starts(best), len(self.reported_N))
 
-    def _updated(self, older: Candidate, hypothesis: Hypothesis) -> Iterator[Candidate]:
+    def _updated(self, older: TestedCause, hypothesis: Hypothesis) -> Iterator[TestedCause]:
         """Yield the causes of weights that changed while sequences were sampled.
 
         Each sequence has its own number of tokens from the version before.
@@ -310,7 +310,7 @@ class _Auditor:
             kept.append(self._candidate(Cause.OLD_KEYS_KEPT, detail, own, price))
         yield self._joined(kept)
 
-    def _joined(self, found: Sequence[Candidate]) -> Candidate:
+    def _joined(self, found: Sequence[TestedCause]) -> TestedCause:
         """Return the candidate that has for each sequence the prediction of the likeliest one."""
         sums = torch.stack(
             [torch.stack([x.sum() for x in c.log_densities_N.split(self.lengths)]) for c in found]
@@ -321,16 +321,16 @@ class _Auditor:
         own = Prediction(*(torch.stack(field).gather(0, best_1N)[0] for field in fields))
         return self._candidate(found[0].cause, found[0].detail, own, found[0].price)
 
-    def _leading(self, older: Candidate, other_N: torch.Tensor) -> list[int]:
+    def _leading(self, older: TestedCause, other_N: torch.Tensor) -> list[int]:
         """Return how many leading tokens of each sequence a version explains better."""
         both = (values.cpu().split(self.lengths) for values in (older.log_densities_N, other_N))
         return [evidence.changepoint(*pair) for pair in zip(*both, strict=True)]
 
-    def _unsure(self, own: Candidate) -> torch.Tensor:
+    def _unsure(self, own: TestedCause) -> torch.Tensor:
         """Return log-densities, `[N]`, of numbers that are as likely as not of another cause."""
         return evidence.log_densities(DOUBTFUL_MULTIPLE * own.noise_N, own.noise_N)
 
-    def _ranked(self, found: Sequence[Candidate]) -> list[tuple[Candidate, Evidence]]:
+    def _ranked(self, found: Sequence[TestedCause]) -> list[tuple[TestedCause, Evidence]]:
         """Return the candidates, the best first: likelihood if they explain, else distance."""
         clean, ranking = self.clean, []
         for own in found:
@@ -351,7 +351,7 @@ class _Auditor:
             ranking.append(((not explains, rank), own, result))
         return [(own, result) for _, own, result in sorted(ranking, key=lambda entry: entry[0])]
 
-    def _starts(self, best: Candidate) -> dict[str, int | None]:
+    def _starts(self, best: TestedCause) -> dict[str, int | None]:
         """Return the token at which each sequence leaves the trainer's numbers."""
         better_N = self._unsure(best) if best is self.clean else best.log_densities_N
         gains = (better_N - self.clean.log_densities_N).cpu().split(self.lengths)
