@@ -492,10 +492,10 @@ def audit_table(record: dict[str, Any]) -> str:
     right = sum(row["found"] == row["expected"] for row in rows)
     clean = sum(own["rollouts"] for own in record["clean"])
     alarms = sum(own["alarms"] for own in record["clean"])
+    counted = f"; {alarms} alarms in {clean:,} rollouts without a fault" if clean else ""
     said = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in VERSIONS_SHOWN)
     note = (
-        f"<sub>{right} of {len(rows)} right; {alarms} alarms in {clean:,} rollouts without a "
-        f"fault. {record['device']}, {record['date']}; {said} "
+        f"<sub>{right} of {len(rows)} right{counted}. {record['device']}, {record['date']}; {said} "
         "([record](benchmarks/audit_cpu.json)).</sub>"
     )
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
