@@ -283,7 +283,12 @@ class _Auditor:
         is_rounding = first.explains and best is self.clean
         draw = draw_test(self.readouts, self.params or OFF) if is_rounding else None
         results = tuple(result for _, result in ranking)
-        return AuditReport(results, draw, self._starts(best), len(self.reported_N))
+        return AuditReport(
+            results,
+            draw,
+            self._starts(best if first.explains else self.clean),
+            len(self.reported_N),
+        )
 
     def _updated(self, older: TestedCause, hypothesis: Hypothesis) -> Iterator[TestedCause]:
         """Yield the causes of weights that changed while sequences were sampled.
@@ -352,7 +357,10 @@ class _Auditor:
         return [(own, result) for _, own, result in sorted(ranking, key=lambda entry: entry[0])]
 
     def _starts(self, best: TestedCause) -> dict[str, int | None]:
-        """Return the token at which each sequence leaves the trainer's numbers."""
+        """Return the token at which each sequence leaves the trainer's numbers.
+
+        `best` explains them; else it is the trainer's own prediction.
+        """
         better_N = self._unsure(best) if best is self.clean else best.log_densities_N
         gains = (better_N - self.clean.log_densities_N).cpu().split(self.lengths)
         pairs = zip(self.outputs, gains, strict=True)

@@ -74,7 +74,7 @@ def test_causes_come_first_in_each_family_and_precision(settings, family, dtype)
 @pytest.fixture(scope="module")
 def clean(settings):
     setting = settings("llama", torch.float32)
-    _, engine, arguments = next(iter(engines(setting)))
+    _, _, engine, arguments = next(iter(engines(setting)))
     return setting, engine.sample(setting.prompts, NUM_NEW), arguments
 
 
@@ -149,7 +149,7 @@ def test_the_difference_begins_where_the_weights_changed(settings):
     # The sampled tokens before the update are those of the old weights.
     assert set(report.starts.values()) <= {0, 1}
     setting = settings("llama", torch.float32)
-    _, engine, arguments = next(iter(engines(setting)))
+    _, _, engine, arguments = next(iter(engines(setting)))
     late = [
         replace(output, logprobs=[*output.logprobs[:16], *(x - 0.5 for x in output.logprobs[16:])])
         for output in engine.sample(setting.prompts, NUM_NEW)
@@ -161,7 +161,7 @@ def test_the_difference_begins_where_the_weights_changed(settings):
 
 def test_tokens_that_were_drawn_otherwise_than_claimed_are_an_alarm(settings):
     setting = settings("llama", torch.float32)
-    _, engine, _ = next(iter(engines(setting)))
+    _, _, engine, _ = next(iter(engines(setting)))
     sharp = replace(engine, draws=lambda logits, _: logits / 0.5)
     report = cb_rollout.audit(sharp.sample(setting.prompts * 4, NUM_NEW), setting.model)
     assert report.cause is Cause.ROUNDING
