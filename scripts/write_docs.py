@@ -493,6 +493,39 @@ def with_agreement(text: str) -> str:
     return replaced(text, "agreement", table.rstrip())
 
 
+def audit_table(record: dict[str, Any]) -> str:
+    """Return the table of injected faults: the cause that came first, by model and dtype."""
+    cells = {(r["fault"], f"{r['model']}, {r['dtype']}"): r for r in record["rows"]}
+    names = list(dict.fromkeys(name for _, name in cells))
+    head = ["fault", *names]
+    lines = [head, ["---"] * len(head)]
+    for fault in dict.fromkeys(fault for fault, _ in cells):
+        line = [fault]
+        for name in names:
+            row = cells.get((fault, name))
+            is_right = row is not None and row["found"] == row["expected"]
+            line.append("-" if row is None else "right" if is_right else row["found"])
+        lines.append(line)
+    rows = record["rows"]
+    right = sum(row["found"] == row["expected"] for row in rows)
+    clean = sum(own["rollouts"] for own in record["clean"])
+    alarms = sum(own["alarms"] for own in record["clean"])
+    counted = f"; {alarms} alarms in {clean:,} rollouts without a fault" if clean else ""
+    said = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in VERSIONS_SHOWN)
+    note = (
+        f"<sub>{right} of {len(rows)} right{counted}. {record['device']}, {record['date']}; {said} "
+        "([record](benchmarks/audit_cpu.json)).</sub>"
+    )
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
+
+
+def with_audit(text: str) -> str:
+    """Return a page with the causes that audits named renewed."""
+    path = BENCHMARKS / "audit_cpu.json"
+    table = audit_table(json.loads(path.read_text())) if path.exists() else "Not recorded yet."
+    return replaced(text, "audit", table.rstrip())
+
+
 def learning_table(record: dict[str, Any]) -> str:
     """Return the table of trainings of equal minutes: held-out accuracy and steps."""
     head = ["path", "seed", "held-out accuracy", "points", "steps", "seconds a step"]
@@ -553,6 +586,8 @@ def main() -> int:
     )
     learning = ROOT / "docs" / "learning.md"
     wanted[learning] = with_learning(learning.read_text())
+    audit = ROOT / "docs" / "audit.md"
+    wanted[audit] = with_audit(audit.read_text())
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is stale' if arguments.check else 'written'}")

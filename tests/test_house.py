@@ -26,6 +26,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 INSTRUMENTS = sorted((ROOT / "scripts" / "benchmarks").rglob("*.py"))
 
 PUBLIC = [
+    "AuditReport",
     "ConfigurationError",
     "ContinuousBatchingManager",
     "EngineDeadError",
@@ -47,6 +48,7 @@ PUBLIC = [
     "ToolTimeoutError",
     "WeightSyncError",
     "attach",
+    "audit",
     "bitwise",
     "detach",
     "generate_batch",
@@ -87,7 +89,7 @@ OWN_FIELDS = [
     "training_reserve_gib",
 ]
 
-SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "doctor", "env"}
+SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "audit", "doctor", "env"}
 
 HOMELESS = {"utils", "common", "helpers", "misc"}
 # Names of modules that own no noun.

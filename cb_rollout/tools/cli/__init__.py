@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from cb_rollout import __version__
+from cb_rollout.tools.cli.audit import add_audit
 from cb_rollout.tools.cli.bench import add_bench
 from cb_rollout.tools.cli.command import CommandParser
 from cb_rollout.tools.cli.demo import add_demo
@@ -44,6 +45,16 @@ def create_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    for add in (add_demo, add_generate, add_serve, add_bench, add_report, add_doctor, add_env):
+    adds = (
+        add_demo,
+        add_generate,
+        add_serve,
+        add_bench,
+        add_report,
+        add_audit,
+        add_doctor,
+        add_env,
+    )
+    for add in adds:
         add(commands)
     return parser

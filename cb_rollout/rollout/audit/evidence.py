@@ -1,0 +1,115 @@
+"""Measure how well predicted log-probabilities explain reported ones.
+
+Arithmetic; runs no model. The noise of a token is the rounding of a logit times the token's
+sensitivity to it: a certain token is exact. Its tails are those of Student's t with three degrees
+of freedom, as kernels differ and routers flip.
+
+N: tokens of all sequences, T: tokens of one, V: vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE
+
+# Another engine's rounding and the trainer's own, as a multiple of the latter.
+MARGIN = 2.0
+
+# Sensitivity of a certain token: its log-probability itself is rounded.
+LEAST_SENSITIVITY = 0.05
+
+# Nats that stand for any larger difference, as of a token that a hypothesis excludes.
+LARGEST_DIFFERENCE = 100.0
+
+# Share of tokens beyond the noise of a cause: roundings that fall the other way.
+MAX_OUTLIERS = 0.01
+
+# Nats in favour of another cause before rounding is doubted.
+LEAST_EVIDENCE = 20.0
+
+# Log-density of Student's t with three degrees of freedom, at 0.
+_LOG_PEAK = math.log(2 / (math.pi * math.sqrt(3)))
+
+# Bits that float32 has and a shorter dtype has not, in nats.
+SPARE_NATS = {torch.bfloat16: 16 * math.log(2), torch.float16: 13 * math.log(2)}
+
+
+class Prediction(NamedTuple):
+    """Log-probabilities of the sampled tokens under a hypothesis, float64."""
+
+    logprobs_N: torch.Tensor
+    sizes_N: torch.Tensor
+    """Nats by which they change, root-mean-square, if each logit changes by one."""
+
+
+def prediction(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor) -> Prediction:
+    """Return what distributions (float32, normalised) predict for the sampled tokens (int64)."""
+    chosen_N = logprobs_NV.gather(-1, tokens_N[:, None])[:, 0].double()
+    squares_N = (2 * logprobs_NV).exp().sum(-1).double()
+    variances_N = (1 - chosen_N.exp()).square() + squares_N - (2 * chosen_N).exp()
+    return Prediction(chosen_N, variances_N.clamp(min=LEAST_SENSITIVITY**2).sqrt())
+
+
+def joined(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the predictions of several sequences, one after the other."""
+    return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
+
+
+def decimal_step(values_N: torch.Tensor) -> float:
+    """Return the step of numbers that were written with at most five decimals, else 0."""
+    for decimals in range(1, 6):
+        # A float32 holds no decimal exactly.
+        if (values_N - values_N.round(decimals=decimals)).abs().max() < 1e-7 * values_N.abs().max():
+            return 10.0**-decimals
+    return 0.0
+
+
+def short_dtype(values_N: torch.Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype that holds every value exactly; None: there is none."""
+    values_N = values_N[values_N != 0]
+    if len(values_N.unique()) < 8:
+        return None
+    return next((d for d in SPARE_NATS if torch.equal(values_N.to(d).double(), values_N)), None)
+
+
+def differences(reported_N: torch.Tensor, predicted_N: torch.Tensor) -> torch.Tensor:
+    """Return the absolute differences, `[N]`, at most `LARGEST_DIFFERENCE`."""
+    nats_N = (reported_N - predicted_N).abs()
+    return nats_N.nan_to_num(nan=LARGEST_DIFFERENCE).clamp(max=LARGEST_DIFFERENCE)
+
+
+def log_densities(distances_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Tensor:
+    """Return log-densities, `[N]`, at distances from predictions that are rounded by `noise_N`."""
+    scale_N = MARGIN * noise_N
+    return _LOG_PEAK - 2 * ((distances_N / scale_N).square() / 3).log1p() - scale_N.log()
+
+
+def num_outliers(distances_N: torch.Tensor, noise_N: torch.Tensor) -> int:
+    """Return the number of tokens that the noise does not reach."""
+    return int((distances_N > LARGEST_MULTIPLE * noise_N).sum())
+
+
+def max_outliers(num_tokens: int) -> int:
+    """Return the number of such tokens that a cause may leave."""
+    return max(1, int(MAX_OUTLIERS * num_tokens))
+
+
+def explains(distances_N: torch.Tensor, noise_N: torch.Tensor) -> bool:
+    """Return whether a cause accounts for the reported numbers, but for a few of them."""
+    is_typical = float((distances_N / noise_N).median()) <= TYPICAL_MULTIPLE
+    return is_typical and num_outliers(distances_N, noise_N) <= max_outliers(len(noise_N))
+
+
+def first_of_suffix(gains_T: torch.Tensor) -> int | None:
+    """Return the start of the suffix that favours a cause most; None: by too few nats."""
+    largest, index = gains_T.flip(0).cumsum(0).flip(0).max(0)
+    return int(index) if largest > LEAST_EVIDENCE else None
+
+
+def changepoint(before_T: torch.Tensor, after_T: torch.Tensor) -> int:
+    """Return the number of leading tokens that `before_T`, log-densities, explains better."""
+    gains_T = (before_T - after_T).cumsum(0)
+    return int(torch.cat([torch.zeros_like(gains_T[:1]), gains_T]).argmax())

@@ -1,0 +1,176 @@
+"""Run the trainer's model on recorded sequences, with one thing changed.
+
+Owns the changes that a hypothesis may ask for: other weights, another prompt, other positions, keys
+of older weights, a head in 16 bits, recorded experts. The parameters are passed to the forward, and
+never written. Sequences run alone, without padding.
+
+T: completion tokens, V: vocabulary.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from torch.nn import functional
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.fsdp import is_sharded
+from cb_rollout.compat.moe import without_router_logits
+from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
+from cb_rollout.errors import ConfigurationError, abbreviated
+from cb_rollout.packing.batch import PackedRow
+
+Weights = Mapping[str, torch.Tensor]
+"""Tensors by their names in the transformers model, which take the place of its own."""
+
+# Prefixes of names in the state dicts of wrappers.
+WRAPPERS = re.compile(r"^(?:_orig_mod\.|module\.|base_model\.model\.)+")
+ADAPTER_NAME = re.compile(r"(lora_(?:embedding_)?[AB])\.default")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The difference between a forward and the trainer's own."""
+
+    weights: Weights = field(default_factory=dict)
+    prompts: Sequence[Sequence[int]] | None = None
+    """Prompts that take the place of the recorded ones."""
+    prompt_offsets: Sequence[int] | None = None
+    """Added to all positions of each sequence."""
+    completion_offset: int = 0
+    """Added to the positions of completion tokens."""
+    cached_weights: Weights | None = None
+    """Weights that computed the keys of the first tokens; None: none are cached."""
+    num_cached: Sequence[int] = ()
+    """Number of those tokens of each sequence, below that of prompt and completion."""
+    head_dtype: torch.dtype | None = None
+    """Computes the head; None: as the model does."""
+    replays_routes: bool = False
+
+
+class Forwards:
+    """Forwards of a model over recorded sequences."""
+
+    def __init__(self, model: torch.nn.Module, rows: Sequence[PackedRow]) -> None:
+        self.inner = hf_compat.unwrap(model)
+        hf_compat.refuse_what_cannot_generate(self.inner)
+        hf_compat.refuse_sharded(self.inner)
+        if is_sharded(self.inner):
+            raise ConfigurationError(
+                "audit takes a model whose parameters are whole; under FSDP or ZeRO-3 save a "
+                "checkpoint, and use cb-rollout audit."
+            )
+        self.rows = rows
+        self.device = next(self.inner.parameters()).device
+        self.argument_names = hf_compat.forward_argument_names(self.inner)
+        self._routers: Routers | None = None
+
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype that forwards round to here, autocast included."""
+        kind = self.device.type
+        is_short = torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if is_short else compute_dtype(self.inner)
+
+    @torch.no_grad()
+    def logits(self, number: int, change: Change) -> torch.Tensor:
+        """Return the logits of the completion tokens of a row, `[T, V]`, float32."""
+        row = self.rows[number]
+        prompt = list(row.prompt_ids if change.prompts is None else change.prompts[number])
+        ids_1S = torch.tensor([[*prompt, *row.completion_ids[:-1]]], device=self.device)
+        T, S = len(row.completion_ids), ids_1S.shape[1]
+        settings: dict[str, Any] = without_router_logits(self.inner)
+        if change.prompts is not None:
+            # Another model's padding tokens are tokens here.
+            settings["attention_mask"] = torch.ones_like(ids_1S)
+        if change.prompt_offsets is not None or change.completion_offset:
+            positions_1S = torch.arange(S, device=self.device)[None]
+            positions_1S[:, len(prompt) :] += change.completion_offset
+            if change.prompt_offsets is not None:
+                positions_1S += change.prompt_offsets[number]
+            # Without a mask, transformers takes a jump of positions for another packed row.
+            settings |= {"position_ids": positions_1S, "attention_mask": torch.ones_like(ids_1S)}
+        with ExitStack() as stack:
+            stack.enter_context(eval_mode(self.inner))
+            if change.head_dtype is not None:
+                self._replace_head(stack, change.head_dtype)
+            if change.replays_routes:
+                self._replay(stack, row.routes, S)
+            if change.cached_weights is not None:
+                return self._with_old_keys(ids_1S, number, change, settings)[-T:].float()
+            if "logits_to_keep" in self.argument_names:
+                settings["logits_to_keep"] = T
+            settings["use_cache"] = False
+            return self._call(change.weights, ids_1S, **settings).logits[0][-T:].float()
+
+    def _call(self, weights: Weights, ids_1S: torch.Tensor, **settings: Any) -> Any:
+        arguments = {"input_ids": ids_1S, **settings}
+        return functional_call(self.inner, dict(weights), (), arguments)
+
+    def _with_old_keys(
+        self, ids_1S: torch.Tensor, number: int, change: Change, settings: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return logits, `[S, V]`, of cached tokens by the old weights, and of the rest."""
+        parts, cache, start = [], None, 0
+        ends = ((change.cached_weights, change.num_cached[number]), (change.weights, None))
+        for weights, end in ends:
+            part_1S = ids_1S[:, start:end]
+            if part_1S.shape[1]:
+                settings = {**settings, "past_key_values": cache, "use_cache": True}
+                output = self._call(weights or {}, part_1S, **settings)
+                parts.append(output.logits[0])
+                cache, start = output.past_key_values, start + part_1S.shape[1]
+        return torch.cat(parts)
+
+    def _replace_head(self, stack: ExitStack, dtype: torch.dtype) -> None:
+        head: Any = self.inner.get_output_embeddings()
+
+        def forward(hidden: torch.Tensor) -> torch.Tensor:
+            bias = None if head.bias is None else head.bias.to(dtype)
+            return functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+
+        stack.enter_context(hf_compat.replacing_forward(head, forward))
+
+    def _replay(self, stack: ExitStack, routes: Any, num_tokens: int) -> None:
+        routes_NLK = joined_routes([(routes, 0, num_tokens)], routes.shape[1:], self.device)
+        assert routes_NLK is not None
+        if self._routers is None:
+            self._routers = find_routers(
+                self.inner, lambda ids: self.inner(input_ids=ids, use_cache=False).logits
+            )
+        stack.enter_context(self._routers.replaying(self.inner, Replay(routes_NLK)))
+
+    def weights_of(self, version: Weights | Callable[[], Weights]) -> Weights:
+        """Return a version's tensors by the names of the inner model.
+
+        Raises:
+            ConfigurationError: a tensor has no place in the model.
+        """
+        state = version() if callable(version) else version
+        own = dict(self.inner.named_parameters()) | dict(self.inner.named_buffers())
+        places = {_spelled(name): name for name in own}
+        weights, unknown = {}, []
+        for name, tensor in state.items():
+            place = places.get(_spelled(name))
+            if place is not None and own[place].shape == tensor.shape:
+                weights[place] = tensor.detach().to(own[place])
+            elif not name.endswith("lm_head.weight"):
+                # A tied head may be saved too; it follows the embedding.
+                unknown.append(name)
+        if unknown or not weights:
+            raise ConfigurationError(
+                f"a version holds tensors that {type(self.inner).__name__} has no place for: "
+                f"{abbreviated(unknown) or 'none at all'}; pass a state dict of the model."
+            )
+        return weights
+
+
+def _spelled(name: str) -> str:
+    """Return a tensor's name without what wrappers, and PEFT when it saves, add or leave out."""
+    name = WRAPPERS.sub("", name).replace(".base_layer.", ".")
+    return ADAPTER_NAME.sub(r"\1", name)

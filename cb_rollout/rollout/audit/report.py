@@ -1,0 +1,143 @@
+"""Hold the result of an audit: causes with their advice, and the evidence for each. Plain data."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cb_rollout.engine.numerics.agreement import Agreement
+
+# Causes that the text of a report lists.
+NUM_LISTED = 5
+
+_UPDATE = "Copy the weights to the engine after every update, and check that it answers for it."
+_REPORT = "Have the engine report the numbers that the loss assumes, or the loss assume these."
+
+
+class Cause(StrEnum):
+    """The origin of a difference between reported and recomputed log-probabilities."""
+
+    advice: str
+
+    def __new__(cls, value: str, advice: str) -> "Cause":
+        """Make a member with its advice."""
+        member = str.__new__(cls, value)
+        member._value_, member.advice = value, advice
+        return member
+
+    ROUNDING = "rounding", "Nothing is wrong with the log-probabilities."
+    OLDER_VERSION = "older version", _UPDATE
+    STALE_PROMPT_KEYS = "prompt keys of an older version", "Reset its prefix cache at each update."
+    OLD_KEYS_KEPT = "updated in flight, old keys kept", "Abort or recompute unfinished sequences."
+    UPDATED = "updated in flight, keys computed again", "Give the trainer each token's version."
+    STALE_LAYER = "one layer of an older version", "Compare the names sent with those loaded."
+    NO_ADAPTER = "adapter missing", "Load the adapter in the engine, or merge it before the sync."
+    OTHER_ADAPTER = "another adapter", "Name the trained adapter in the engine's requests."
+    ADAPTER_TWICE = "adapter applied twice", "Send base weights, or unload the engine's adapter."
+    ADAPTER_MERGED = "adapter merged in 16 bits", "Merge in float32, or do not merge."
+    TEMPERATURE = "temperature", _REPORT
+    TOP_K = "top-k", _REPORT
+    TOP_P = "top-p", _REPORT
+    MIN_P = "min-p", _REPORT
+    PENALTIES = "penalties", _REPORT
+    SAMPLING_PARAMS = "sampling parameters", _REPORT
+    MODEL_16BIT = "model in 16 bits", "Run engine and trainer in one precision."
+    HEAD_16BIT = "head in 16 bits", "Compute the engine's head in float32."
+    LOGITS_16BIT = "logits in 16 bits", "Keep the engine's logits in float32."
+    LOGPROBS_16BIT = "log-probabilities in 16 bits", "Compute and send log-softmax in float32."
+    NEIGHBOUR = "log-probabilities of a neighbouring token", "Align them with the tokens."
+    BOS_TWICE = "BOS twice", "Tokenise rendered chats with add_special_tokens=False."
+    BOS_MISSING = "BOS missing", "Send token ids, or have the engine add the BOS token."
+    SPECIAL_TOKENS_DROPPED = "special tokens dropped", "Send token ids, or keep special tokens."
+    RETOKENISED = "prompt tokenised again", "Send token ids to the engine, not text."
+    POSITIONS = "positions shifted", "Count positions from a sequence's first token."
+    PADDING_ATTENDED = "padding attended to", "Pass the attention mask of padded prompts."
+    ROUTES = "experts chosen otherwise", "Replay the experts in the loss (router_replay=True)."
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The degree to which one cause explains the reported log-probabilities."""
+
+    cause: Cause
+    detail: str
+    """The parameter of the cause, such as `top_k=50` or a version; empty: it has none."""
+    nats_per_token: float
+    """Log-likelihood ratio to rounding alone, per token, less the price of fitted parameters."""
+    explains: bool
+    """True: what is left is the model's own rounding."""
+    agreement: Agreement
+    """Distance of the reported numbers from those predicted, beside the noise."""
+
+    @property
+    def name(self) -> str:
+        """Return the cause with its parameter."""
+        return f"{self.cause} ({self.detail})" if self.detail else str(self.cause)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTest:
+    """The test that tokens were drawn from the distribution that the trainer claims."""
+
+    surprise: float
+    """Mean of -logprob less entropy, in nats a token; below 0: tokens are too likely."""
+    z_score: float
+    """Standard deviations of that mean from 0."""
+    p_value: float
+    """Of Kolmogorov and Smirnov's test that the tokens' randomised quantiles are uniform."""
+
+    def __bool__(self) -> bool:
+        # One false alarm in a million.
+        return abs(self.z_score) < 5 and self.p_value > 1e-6
+
+    def __str__(self) -> str:
+        verdict = "tokens fit" if self else "tokens do not fit"
+        numbers = f"z = {self.z_score:+.1f}, p = {self.p_value:.2g}"
+        return f"{verdict} the claimed distribution: {self.surprise:+.3f} nats a token ({numbers})"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Causes of a rollout's log-probabilities, ranked; true if rounding explains them."""
+
+    evidence: tuple[Evidence, ...]
+    """The best explanation first; causes that explain too little follow, the nearest first."""
+    draw: DrawTest | None
+    """Under the trainer's weights; None: tokens were not drawn, or their numbers are not these."""
+    starts: dict[str, int | None]
+    """By request id the generated token, from 0, at which the difference begins; None: nowhere."""
+    num_tokens: int
+
+    @property
+    def cause(self) -> Cause | None:
+        """Return the cause; None: none of those tested explains the numbers."""
+        return self.evidence[0].cause if self.evidence[0].explains else None
+
+    def __bool__(self) -> bool:
+        return self.cause is Cause.ROUNDING and (self.draw is None or bool(self.draw))
+
+    @property
+    def sentence(self) -> str:
+        """Return the cause in one sentence, and what to do."""
+        first = self.evidence[0]
+        if self.cause is None:
+            return (
+                f"No tested cause explains the log-probabilities; the nearest is {first.name}. "
+                "Pass earlier versions, the tokenizer and the sampling parameters to test more."
+            )
+        if self.cause is not Cause.ROUNDING:
+            return f"Log-probabilities differ by: {first.name}. {first.cause.advice}"
+        if self:
+            return f"Rounding explains {self.num_tokens:,} log-probabilities."
+        return (
+            f"Log-probabilities are right, but {self.draw}. Pass truncation and penalties as "
+            "sampling_params; else the engine samples otherwise than it reports."
+        )
+
+    def __str__(self) -> str:
+        lines = [self.sentence]
+        for own in self.evidence[:NUM_LISTED]:
+            lines.append(f"  {own.nats_per_token:+8.2f} nats a token  {own.name}: {own.agreement}")
+        begun = sorted(start for start in self.starts.values() if start is not None)
+        if begun and self.cause is not Cause.ROUNDING:
+            where = f"{len(begun)} of {len(self.starts)} sequences"
+            lines.append(f"It begins in {where}, at generated token {begun[len(begun) // 2]}.")
+        return "\n".join(lines)

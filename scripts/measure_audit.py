@@ -1,0 +1,512 @@
+"""Inject faults into rollouts, audit them, and count which cause comes first.
+
+python scripts/measure_audit.py            # tiny models: minutes
+python scripts/measure_audit.py --real     # SmolLM2-135M-Instruct too: half an hour on two cores
+
+Writes `docs/benchmarks/audit_cpu.json`; then run `python scripts/write_docs.py`. The faulty engine
+is a plain loop over `model(...)` with a `DynamicCache`; it shares no code with the auditor.
+"""
+
+import argparse
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from cb_rollout import GenerationOutput, SamplingParams
+from cb_rollout.rollout.audit.auditor import audit
+from cb_rollout.rollout.audit.report import Cause
+from cb_rollout.tools.bench.run import describe_machine
+
+BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
+
+NUM_NEW = 24
+
+Model = Any
+Logits = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine, with at most one fault."""
+
+    model: Model
+    """The weights that it runs."""
+    temperature: float = 1.0
+    draws: Callable[[Logits, list[int]], Logits] = lambda logits, ids: logits
+    """Changes the logits of one token, at temperature 1, before the draw."""
+    reports: Callable[[Logits, list[int]], Logits] = lambda logits, ids: logits
+    """Changes the logits that the log-probability is taken from."""
+    rounds: Callable[[torch.Tensor], torch.Tensor] = lambda logprob: logprob
+    shift: int = 0
+    """Added to positions of completions."""
+    offset: Callable[[int, int], int] = lambda length, longest: 0
+    """Added to all positions of a row."""
+    edit: Callable[[list[int], int], list[int]] = lambda prompt, longest: prompt
+    """Changes the prompt that the engine reads."""
+    old: Model = None
+    """Weights of the first tokens' keys; None: the engine's own."""
+    keeps: Callable[[int], int] = lambda length: 0
+    """Number of leading prompt tokens with keys of the old weights."""
+    updated_after: int | None = None
+    """Completion tokens that the old weights sample; None: none."""
+    recomputes: bool = False
+    """True: keys are computed again after that."""
+    rotation: int = 0
+    """Places by which each number stands behind its token."""
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Sequence[Sequence[int]], num_new: int = NUM_NEW, seed: int = 0
+    ) -> list[GenerationOutput]:
+        """Return a completion of each prompt."""
+        generator = torch.Generator().manual_seed(seed)
+        longest = max(map(len, prompts))
+        return [
+            self._sample(f"r{number}", list(prompt), num_new, longest, generator)
+            for number, prompt in enumerate(prompts)
+        ]
+
+    def _sample(
+        self, name: str, prompt: list[int], num_new: int, longest: int, generator: torch.Generator
+    ) -> GenerationOutput:
+        read = self.edit(prompt, longest)
+        offset = self.offset(len(prompt), longest)
+        cache, num_run = None, 0
+        ids, tokens, logprobs = list(read), [], []
+        for step in range(num_new):
+            is_old = self.updated_after is not None and step < self.updated_after
+            if step == self.updated_after and self.recomputes:
+                cache, num_run = None, 0
+            parts = [(self.old if is_old else self.model, ids[num_run:])]
+            num_kept = self.keeps(len(read))
+            if not step and num_kept:
+                parts = [(self.old, read[:num_kept]), (self.model, read[num_kept:])]
+            for model, part in parts:
+                output = self._run(model, part, num_run, len(read), offset, cache)
+                cache, num_run = output.past_key_values, num_run + len(part)
+            logits = output.logits[0, -1].float()
+            drawn = (self.draws(logits, ids) / self.temperature).softmax(-1)
+            token = int(torch.multinomial(drawn, 1, generator=generator))
+            reported = self.reports(logits, ids)
+            logprobs.append(float(self.rounds(reported.log_softmax(-1)[token])))
+            tokens.append(token)
+            ids.append(token)
+        logprobs = logprobs[-self.rotation :] + logprobs[: -self.rotation]
+        return GenerationOutput(name, prompt, tokens, logprobs, temperature=self.temperature)
+
+    def _run(
+        self, model: Model, part: list[int], num_run: int, num_prompt: int, offset: int, cache: Any
+    ) -> Any:
+        positions = torch.arange(num_run, num_run + len(part)) + offset
+        positions[positions >= num_prompt + offset] += self.shift
+        moved = {"position_ids": positions[None]} if self.shift or offset else {}
+        ids = torch.tensor([part])
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, **moved)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A trainer's model with everything that faults are made of."""
+
+    name: str
+    model: Model
+    """The trainer's, with a LoRA adapter."""
+    base: Model
+    """Without the adapter."""
+    old: Model
+    """Before some updates."""
+    stale: Model
+    """Before them in one layer alone."""
+    doubled: Model
+    """With the adapter merged, and beside it once more."""
+    prompts: list[list[int]]
+    special: set[int]
+    bos: int
+    pad: int
+    targets: Sequence[str]
+    """Layers that the adapter changes."""
+    tokenizer: Any = None
+
+    @property
+    def is_short(self) -> bool:
+        return next(self.model.parameters()).dtype != torch.float32
+
+
+def nudged(model: Model, share: float) -> Model:
+    """Return a copy whose base matrices differ by a share of their own spread."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    for name, p in other.named_parameters():
+        if p.dim() > 1 and ".lora_" not in name:
+            noise = torch.randn(p.shape, generator=generator)
+            p.data = (p.data.float() + share * p.data.float().std() * noise).to(p.dtype)
+    return other
+
+
+def setting(
+    name: str, base: Model, targets: list[str], last: str, share: float, **others: Any
+) -> Setting:
+    """Make an adapted model, its older versions and its faulty copies."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out="gpt2" in name)
+    model = get_peft_model(copy.deepcopy(base), config).eval()
+    model.to(next(base.parameters()).dtype)
+    generator = torch.Generator().manual_seed(2)
+    size = share * next(base.parameters()).float().std()
+    for parameter_name, p in model.named_parameters():
+        if ".lora_B." in parameter_name:
+            p.data = (size * torch.randn(p.shape, generator=generator)).to(p.dtype)
+    model.add_adapter("other", config)
+    for p in (p for n, p in model.named_parameters() if ".lora_B.other." in n):
+        p.data = torch.randn(p.shape, generator=generator).mul(size).to(p.dtype)
+    model.set_adapter("default")
+    doubled = copy.deepcopy(model)
+    for module in doubled.modules():
+        if hasattr(module, "get_delta_weight"):
+            module.base_layer.weight.data += module.get_delta_weight("default")
+    old, stale = nudged(model, share / 10), copy.deepcopy(model)
+    layer = {name: p for name, p in old.state_dict().items() if last in name}
+    stale.load_state_dict(layer, strict=False)
+    return Setting(name, model, base, old, stale, doubled, targets=targets, **others)
+
+
+def engines(s: Setting) -> Iterator[tuple[str, Cause, Engine, dict[str, Any]]]:
+    """Yield each fault: its name, its cause, the engine that has it, arguments of the audit."""
+    own, versions = Engine(s.model), {"versions": {"old": s.old.state_dict()}}
+    half = NUM_NEW // 2
+    yield "none", Cause.ROUNDING, own, versions
+    yield "none, temperature 0.7", Cause.ROUNDING, scaled(s, 0.7), versions
+    yield (
+        "numbers of four decimals",
+        Cause.ROUNDING,
+        replace(own, rounds=lambda x: x.double().mul(1e4).round() / 1e4),
+        versions,
+    )
+    yield "older version", Cause.OLDER_VERSION, Engine(s.old), versions
+    yield (
+        "prompt keys of it",
+        Cause.STALE_PROMPT_KEYS,
+        replace(own, old=s.old, keeps=lambda n: n - 1),
+        versions,
+    )
+    yield (
+        "its keys in blocks of 16",
+        Cause.STALE_PROMPT_KEYS,
+        replace(own, old=s.old, keeps=lambda n: (n - 1) // 16 * 16),
+        versions,
+    )
+    midway = replace(own, old=s.old, updated_after=half)
+    yield "update in flight, old keys", Cause.OLD_KEYS_KEPT, midway, versions
+    yield "update in flight, new keys", Cause.UPDATED, replace(midway, recomputes=True), versions
+    yield "one layer not updated", Cause.STALE_LAYER, Engine(s.stale), versions
+    yield "adapter not loaded", Cause.NO_ADAPTER, Engine(s.base), versions
+    yield "adapter twice", Cause.ADAPTER_TWICE, Engine(s.doubled), versions
+    other = copy.deepcopy(s.model)
+    other.set_adapter("other")
+    yield "another adapter", Cause.OTHER_ADAPTER, Engine(other), versions
+    yield from readouts(s, versions)
+    yield from prompts(s, versions)
+    if not s.is_short:
+        yield from precisions(s, versions)
+
+
+def precisions(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
+    """Yield faults that round to 16 bits what the trainer computes in float32."""
+    own, short = Engine(s.model), Engine(copy.deepcopy(s.model).bfloat16())
+    yield "model in bfloat16", Cause.MODEL_16BIT, short, versions
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = replace(own, reports=lambda x, _, dtype=dtype: x.to(dtype).float())
+        yield f"logits in {str(dtype)[6:]}", Cause.LOGITS_16BIT, rounded, versions
+    head = copy.deepcopy(s.model)
+    layer = head.get_output_embeddings()
+    weight = layer.weight.bfloat16()
+    layer.forward = lambda hidden: torch.nn.functional.linear(hidden.bfloat16(), weight)
+    yield "head in bfloat16", Cause.HEAD_16BIT, Engine(head), versions
+    merged = copy.deepcopy(s.model).merge_and_unload()
+    for name, p in merged.named_parameters():
+        if any(target in name for target in s.targets):
+            p.data = p.data.bfloat16().float()
+    yield "adapter merged in bfloat16", Cause.ADAPTER_MERGED, Engine(merged), versions
+
+
+def scaled(s: Setting, temperature: float, applied: float | None = None) -> Engine:
+    """Return an engine that samples at one temperature and reports at another."""
+    divisor = temperature if applied is None else applied
+    return Engine(s.model, temperature, reports=lambda logits, ids: logits / divisor)
+
+
+def cut(
+    logits: Logits, ids: list[int], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Logits:
+    """Return logits without the tokens that truncation excludes."""
+    values, order = logits.sort(descending=True)
+    p = values.softmax(-1)
+    keep = (p.cumsum(-1) - p < top_p) & (p >= min_p * p[0])
+    # Equal logits stay or go together, as in transformers.
+    keep &= values >= values[(top_k or len(p)) - 1]
+    return torch.full_like(logits, -torch.inf).scatter(0, order[keep], values[keep])
+
+
+def repeated(logits: Logits, ids: list[int], penalty: float) -> Logits:
+    """Return logits with a repetition penalty."""
+    index = torch.tensor(sorted(set(ids)))
+    logits, own = logits.clone(), logits[index]
+    logits[index] = torch.where(own > 0, own / penalty, own * penalty)
+    return logits
+
+
+def readouts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
+    """Yield faults of the reported numbers alone."""
+    yield "temperature not in the numbers", Cause.TEMPERATURE, scaled(s, 0.7, 1.0), versions
+    yield "numbers of temperature 0.9", Cause.TEMPERATURE, scaled(s, 1.0, 0.9), versions
+    for name, cause, value in (
+        ("top_k", Cause.TOP_K, 20),
+        ("top_p", Cause.TOP_P, 0.9),
+        ("min_p", Cause.MIN_P, 0.2),
+    ):
+        change = partial(cut, **{name: value})
+        engine = Engine(s.model, draws=change, reports=change)
+        yield f"{name} in the numbers", cause, engine, versions
+        known = {**versions, "sampling_params": SamplingParams(**{name: value})}
+        yield f"{name} in the numbers, known", cause, engine, known
+
+    def penalised(x: Logits, ids: list[int]) -> Logits:
+        return repeated(x, ids, 1.2)
+
+    engine = Engine(s.model, draws=penalised, reports=penalised)
+    yield "repetition penalty in the numbers", Cause.PENALTIES, engine, versions
+    short = Engine(s.model, rounds=lambda x: x.bfloat16())
+    yield "log-probabilities in bfloat16", Cause.LOGPROBS_16BIT, short, versions
+    turned = Engine(s.model, rotation=1)
+    yield "numbers one token late", Cause.NEIGHBOUR, turned, versions
+    raw = Engine(s.model, draws=partial(cut, top_p=0.9))
+    known = {"sampling_params": SamplingParams(top_p=0.9), "logprobs_mode": "processed"}
+    yield "top_p claimed and not in the numbers", Cause.TOP_P, raw, {**versions, **known}
+
+
+def encoded_again(tokenizer: Any, prompt: list[int], longest: int) -> list[int]:
+    """Return the tokens of the prompt's text."""
+    return tokenizer(text=tokenizer.decode(prompt), add_special_tokens=False)["input_ids"]
+
+
+def prompts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
+    """Yield faults of prompts and positions."""
+    with_tokenizer = {**versions, "tokenizer": s.tokenizer}
+    own = Engine(s.model)
+    yield "BOS twice", Cause.BOS_TWICE, replace(own, edit=lambda p, _: [s.bos, *p]), with_tokenizer
+    yield "BOS missing", Cause.BOS_MISSING, replace(own, edit=lambda p, _: p[1:]), with_tokenizer
+    yield (
+        "special tokens dropped",
+        Cause.SPECIAL_TOKENS_DROPPED,
+        replace(own, edit=lambda p, _: [t for t in p if t not in s.special]),
+        with_tokenizer,
+    )
+    yield (
+        "padding attended to",
+        Cause.PADDING_ATTENDED,
+        replace(own, edit=lambda p, longest: [s.pad] * (longest - len(p)) + p),
+        with_tokenizer,
+    )
+    yield "positions of completions off by one", Cause.POSITIONS, replace(own, shift=1), versions
+    if s.name.startswith("gpt2"):
+        yield (
+            "padding counted in positions",
+            Cause.POSITIONS,
+            replace(own, offset=lambda n, longest: longest - n),
+            versions,
+        )
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+TARGETS = {"gpt2": ["c_attn"]}
+LAST = {"gpt2": ".h.2."}
+
+# Multiplies fresh weights, whose outputs are near uniform.
+SHARPNESS = 3.0
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Make a tokenizer of words, one for each id below 256; the first four are special."""
+    words = ["<pad>", "<eos>", "<bos>", "<turn>", *(f"w{number}" for number in range(4, 256))]
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    # Another spelling of a word: ids do not survive text.
+    backend.normalizer = Replace("w255", "w254")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=words[0],
+        eos_token=words[1],
+        bos_token=words[2],
+        additional_special_tokens=words[3:4],
+    )
+
+
+def tiny_setting(family: str, dtype: torch.dtype) -> Setting:
+    """Make a tiny random model of a family."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=16,
+        max_position_embeddings=512,
+        bos_token_id=2,
+        eos_token_id=1,
+        pad_token_id=0,
+        **FAMILIES[family],
+    )
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    for p in base.parameters():
+        if p.dim() > 1:
+            p.data *= SHARPNESS
+    draw = torch.Generator().manual_seed(3)
+    prompts = [
+        [2, 3, *torch.randint(4, 256, (n,), generator=draw).tolist(), 255, 9, 3]
+        for n in (9, 17, 21, 30, 33, 40)
+    ]
+    return setting(
+        family,
+        base.to(dtype).eval(),
+        TARGETS.get(family, ["q_proj", "v_proj"]),
+        LAST.get(family, ".layers.2."),
+        0.3,
+        prompts=prompts,
+        special={0, 1, 2, 3},
+        bos=2,
+        pad=0,
+        tokenizer=tiny_tokenizer(),
+    )
+
+
+def real_setting(dtype: torch.dtype) -> Setting:
+    """Load SmolLM2-135M-Instruct and chats."""
+    from measure_agreement import chats
+    from smollm2 import smollm2_folder
+
+    folder = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # Letters one by one: ids that do not survive text.
+    spelled = [i for letter in " please" for i in tokenizer(text=letter)["input_ids"]]
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return setting(
+        "smollm2",
+        base,
+        ["q_proj", "v_proj"],
+        ".layers.20.",
+        0.3,
+        prompts=[
+            [tokenizer.bos_token_id, *chat[:-3], *spelled, *chat[-3:]]
+            for chat in chats(tokenizer, 2)
+        ],
+        special=set(tokenizer.all_special_ids),
+        bos=tokenizer.bos_token_id,
+        pad=tokenizer.pad_token_id,
+        tokenizer=tokenizer,
+    )
+
+
+def run(s: Setting, numbers: slice) -> list[dict[str, Any]]:
+    """Return, for each fault, what the audit says."""
+    rows = []
+    for name, cause, engine, arguments in list(engines(s))[numbers]:
+        started = time.perf_counter()
+        outputs = engine.sample(s.prompts, NUM_NEW)
+        sampled = time.perf_counter()
+        report = audit(outputs, s.model, **arguments)
+        first = report.evidence[0]
+        rows.append(
+            {
+                "model": s.name,
+                "dtype": str(next(s.model.parameters()).dtype).removeprefix("torch."),
+                "fault": name,
+                "expected": cause.value,
+                "found": report.cause.value if report.cause else "unexplained",
+                "first": first.cause.value,
+                "detail": first.detail,
+                "nats_per_token": round(first.nats_per_token, 3),
+                "is_clean": bool(report),
+                "seconds": [round(sampled - started, 2), round(time.perf_counter() - sampled, 2)],
+            }
+        )
+        if first.cause is not cause or not first.explains:
+            print(report, flush=True)
+        print({k: rows[-1][k] for k in list(rows[-1])[:8]} | {"s": rows[-1]["seconds"]}, flush=True)
+    return rows
+
+
+def clean_alarms(s: Setting, num_rollouts: int) -> dict[str, Any]:
+    """Return the number of alarms in rollouts without a fault."""
+    alarms = 0
+    for seed in range(num_rollouts):
+        outputs = Engine(s.model).sample(s.prompts, seed=seed)
+        report = audit(outputs, s.model, versions={"old": s.old.state_dict()})
+        if not report:
+            alarms += 1
+            print(report, flush=True)
+    dtype = str(next(s.model.parameters()).dtype).removeprefix("torch.")
+    return {"model": s.name, "dtype": dtype, "rollouts": num_rollouts, "alarms": alarms}
+
+
+def main() -> None:
+    """Measure, print and write the record."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--real", action="store_true")
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--faults", nargs=2, type=int, default=(0, None), help="first and end")
+    parser.add_argument("--clean", type=int, default=0, help="rollouts without a fault, each")
+    parser.add_argument("--output", type=Path, default=BENCHMARKS / "audit_cpu.json")
+    args = parser.parse_args()
+    rows, clean = [], []
+    for dtype in (getattr(torch, name) for name in args.dtypes):
+        made = [tiny_setting(family, dtype) for family in args.families]
+        for own in [*made, real_setting(dtype)] if args.real else made:
+            if args.clean:
+                clean.append(clean_alarms(own, args.clean))
+            else:
+                rows += run(own, slice(*args.faults))
+    # Rows of earlier parts stay.
+    record = json.loads(args.output.read_text()) if args.output.exists() else {}
+    known = {
+        (row["model"], row["dtype"], row["fault"]): row for row in [*record.get("rows", ()), *rows]
+    }
+    rows = list(known.values())
+    counted = {(own["model"], own["dtype"]): own for own in [*record.get("clean", ()), *clean]}
+    record = {
+        "bench": "audit",
+        **describe_machine("cpu"),
+        "num_new": NUM_NEW,
+        "clean": list(counted.values()),
+        "rows": rows,
+    }
+    args.output.write_text(json.dumps(record, indent=1) + "\n")
+    right = sum(row["found"] == row["expected"] for row in rows)
+    print(f"{right} of {len(rows)} right; {args.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The cause of a fault is named on a real model: SmolLM2-135M-Instruct, with an adapter."""
+
+import pytest
+import torch
+
+import cb_rollout
+from measure_audit import NUM_NEW, engines, real_setting
+
+pytestmark = pytest.mark.slow
+
+FAULTS = (
+    "none",
+    "older version",
+    "prompt keys of it",
+    "adapter not loaded",
+    "temperature not in the numbers",
+    "BOS twice",
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_cause_of_a_fault_of_a_real_model_comes_first(smollm2, dtype):
+    setting = real_setting(dtype)
+    named = {}
+    for fault, cause, engine, arguments in engines(setting):
+        if fault in FAULTS:
+            outputs = engine.sample(setting.prompts, NUM_NEW)
+            report = cb_rollout.audit(outputs, setting.model, **arguments)
+            named[fault] = report.cause, cause
+    assert set(named) == set(FAULTS)
+    assert {fault: pair for fault, pair in named.items() if pair[0] is not pair[1]} == {}

@@ -1,0 +1,125 @@
+"""Rollouts of several engines are read, and audited from the command line."""
+
+import json
+
+import pytest
+from tiny import char_tokenizer, tiny_model
+
+from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.metrics.run_records import RunRecorder, SequenceRecord
+from cb_rollout.rollout.audit.records import read_rollouts
+from cb_rollout.tools.cli import main
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The folders of a model and of an older version of it."""
+    folders = []
+    for name, seed in (("new", 0), ("old", 1)):
+        folders.append(tmp_path_factory.mktemp(name))
+        char_tokenizer().save_pretrained(folders[-1])
+        tiny_model(vocab_size=99, seed=seed).save_pretrained(folders[-1])
+    return folders
+
+
+def rollout(seed):
+    model, tokenizer = tiny_model(vocab_size=99, seed=seed), char_tokenizer()
+    params = SamplingParams(max_new_tokens=20)
+    with RolloutGenerator(model, RolloutConfig(seed=0), tokenizer=tokenizer) as generator:
+        outputs = generator.generate_batch(["One and one?", "two"] * 4, sampling_params=params)
+    return list(outputs.values())
+
+
+def record_run(folder, outputs):
+    tokenizer, recorder = char_tokenizer(), RunRecorder(folder / "cb_rollout")
+    for step in (1, 2):
+        for output in outputs:
+            recorder.record_sequence(
+                SequenceRecord(
+                    step=step,
+                    mode="train",
+                    request_id=f"{step}-{output.request_id}",
+                    prompt=tokenizer.decode(output.prompt_ids),
+                    tokens=[tokenizer.decode([token]) for token in output.generated_tokens],
+                    token_ids=output.generated_tokens,
+                    logprobs=output.logprobs,
+                    policy_versions=output.policy_versions,
+                    reward=None,
+                    finish_reason=output.finish_reason,
+                )
+            )
+
+
+def test_the_records_of_a_run_are_the_rollout(tmp_path):
+    outputs = rollout(0)
+    record_run(tmp_path, outputs)
+    found = read_rollouts(tmp_path, char_tokenizer())
+    assert [own.request_id for own in found] == [f"2-{own.request_id}" for own in outputs]
+    assert [own.prompt_ids for own in found] == [list(own.prompt_ids) for own in outputs]
+    assert [own.logprobs for own in found] == [own.logprobs for own in outputs]
+    first = read_rollouts(tmp_path, char_tokenizer(), step=1)
+    assert first[0].request_id.startswith("1-")
+
+
+LINES = {
+    "ids": {"prompt_ids": [5, 6], "completion_ids": [7, 8], "logprobs": [-1.0, -2.0]},
+    "generate": {"id": 3, "sample": 1, "prompt": '!"', "token_ids": [7, 8], "logprobs": [-1, -2]},
+    "chat": {
+        "messages": [{"role": "a", "content": "!"}],
+        "token_ids": [7, 8],
+        "logprobs": [-1, -2],
+    },
+    "openai": {
+        "id": "x",
+        "choices": [
+            {
+                "prompt_token_ids": [5, 6],
+                "token_ids": [7, 8],
+                "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+            }
+        ],
+    },
+    "completions": {
+        "choices": [
+            {
+                "prompt_token_ids": [5, 6],
+                "token_ids": [7, 8],
+                "logprobs": {"token_logprobs": [-1.0, -2.0]},
+            }
+        ]
+    },
+    "sglang": {
+        "prompt_ids": [5, 6],
+        "output_ids": [7, 8],
+        "output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None]],
+    },
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_lines_of_other_engines_are_read(tmp_path, name):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(json.dumps(LINES[name]) + "\n")
+    (own,) = read_rollouts(path, char_tokenizer(), temperature=0.5)
+    assert own.generated_tokens == [7, 8]
+    assert own.logprobs == [-1.0, -2.0]
+    assert own.temperature == 0.5
+    expected = char_tokenizer()("a: !\nassistant: ")["input_ids"] if name == "chat" else [5, 6]
+    assert own.prompt_ids == expected
+
+
+def test_a_file_without_numbers_is_refused(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text('{"prompt_ids": [1], "token_ids": [2]}\n')
+    with pytest.raises(ConfigurationError, match="holds no sequence with token ids and log-prob"):
+        read_rollouts(path, char_tokenizer())
+
+
+def test_the_command_says_the_cause_and_exits_by_it(tmp_path, checkpoints, capsys):
+    new, old = map(str, checkpoints)
+    record_run(tmp_path, rollout(0))
+    assert main(["audit", str(tmp_path), "--model", new]) == 0
+    assert capsys.readouterr().out.startswith("Rounding explains 1")
+    assert main(["audit", str(tmp_path), "--model", old, "--version", new]) == 1
+    assert f"Log-probabilities differ by: older version ({new})." in capsys.readouterr().out
+    assert main(["audit", str(tmp_path / "nothing.jsonl"), "--model", new]) == 2
