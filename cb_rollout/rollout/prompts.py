@@ -123,6 +123,8 @@ def _require_prompt(prompt: Any, index: int) -> None:
             f"input {index} is a single number; pass a list of prompts, so one prompt is "
             "[[5, 6, 7]]."
         )
+    if isinstance(prompt, set | frozenset):
+        raise InvalidRequestError(f"input {index} is a set, which has no order; pass a list.")
     if isinstance(prompt, bytes | bytearray):
         raise InvalidRequestError(f"input {index} is bytes; decode it to text, or pass token ids.")
 

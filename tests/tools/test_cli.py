@@ -195,6 +195,7 @@ def test_an_interrupted_command_exits_with_code_130_and_says_how_to_go_on(
         (["--output", "/"], "/ cannot be written (Is a directory)"),
         (["--output", "no/x.jsonl"], "no/x.jsonl cannot be written: no is not a directory; make"),
         (["--output", "in.jsonl/x"], "in.jsonl/x cannot be written: in.jsonl is not a directory"),
+        (["--output", "."], ". cannot be written: it is a directory; name a file"),
         (["--temperature", "-1"], "--temperature -1.0 "),
         (["--num-return-sequences", "0"], "--num-return-sequences 0 is below 1"),
         (["--num-return-sequences", "2"], "--num-return-sequences 2 of greedy decoding"),

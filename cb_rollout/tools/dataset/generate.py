@@ -334,8 +334,10 @@ def _result(tokenizer: Any, scorer: Scorer | None, sequence: CompletedSequence) 
 def _check_output(dataset: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
     if os.path.exists(dataset) and os.path.exists(output) and os.path.samefile(dataset, output):
         raise ConfigurationError(f"{output} is the input; name another output.")
+    why = "it is a directory; name a file" if os.path.isdir(output) else ""
     if not os.path.isdir(folder := os.path.dirname(output) or os.curdir):
         why = f"{folder} is not a directory; make it, or name another output"
+    if why:
         raise ConfigurationError(f"{output} cannot be written: {why}.")
 
 
