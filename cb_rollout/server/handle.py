@@ -133,7 +133,7 @@ class ServerHandle:
 
     Attributes:
         base_url: the `base_url` of an OpenAI client, such as "http://127.0.0.1:8000/v1".
-        url: the server's root, with `/health`, `/metrics` and `/tokenize`.
+        url: the server's root, with `/health` and `/metrics`.
     """
 
     def __init__(self, model: "ServedModel", listening: socket.socket) -> None:

@@ -12,7 +12,7 @@ import itertools
 import json
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -28,7 +28,6 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
-from cb_rollout.metrics.observers import Recorder
 from cb_rollout.server.detokenizer import Decode, TokenTable
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.output_router import EngineControl, OutputRouter, Submission
@@ -54,9 +53,6 @@ SAME_NAME = (
 
 # Digests of recent prompts, kept to recognise equal prompts that wait together.
 NUM_PROMPTS_KEPT = 4096
-
-# vLLM's header of a client's own name of a request.
-ID_HEADER = "x-request-id"
 
 # Compiled grammars, by their source.
 NUM_GRAMMARS_KEPT = 64
@@ -98,7 +94,6 @@ class ServedModel:
         tokenizer = text_tokenizer(tokenizer)
         self.is_ending = False
         """True once the server drains: new requests are refused."""
-        self.recorder = Recorder()
         self.control = EngineControl(manager)
         self.created = int(time.time())
         decoding = copy.deepcopy(tokenizer)
@@ -128,11 +123,9 @@ class ServedModel:
         """Connect the running asyncio loop to the engine."""
         self.output_router = OutputRouter(self.manager, self.options.request_timeout_seconds)
         self.control.start(self.output_router)
-        self.manager.observers.add(self.recorder)
 
     def stop(self) -> None:
         """End the threads; the manager goes on."""
-        self.manager.observers.remove(self.recorder)
         self.control.stop()
         if self.weights is not None:
             self.weights.stop()
@@ -233,13 +226,9 @@ class ServedModel:
         params: SamplingParams,
         n: int,
         is_streaming: bool,
-        headers: Mapping[str, str],
-        client_id: str | None = None,
+        client_id: str | None,
     ) -> Submission:
         """Queue `n` sequences of each prompt, those of a prompt adjacent.
-
-        The HTTP request's `headers` may name a trace to join, and the request where `client_id` is
-        None.
 
         Raises:
             ApiError: the request exceeds a limit of the server.
@@ -269,9 +258,7 @@ class ServedModel:
             requests = create()
         for request in requests:
             request.group = self._group_of(_digest(request))
-        await self.control.may_submit()
-        with self.manager.observers.joined(headers):
-            return self.output_router.submit(requests, client_id or headers.get(ID_HEADER))
+        return self.output_router.submit(requests, client_id)
 
 
 async def _run(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
