@@ -206,9 +206,6 @@ class ServerHandle:
         self.model.manager.is_served = False
         self._thread.join(CLOSE_SECONDS)
 
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
-
     def __enter__(self) -> Self:
         return self
 
