@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 import cb_rollout
 
 WORDS = ["<pad>", "<eos>", *"0123456789+="]
-INTEGRATIONS = ("otel", "wandb", "xgrammar")
+INTEGRATIONS = ("wandb", "xgrammar")
 UNUSED = {"cb_rollout.server", *(f"cb_rollout.integrations.{name}" for name in INTEGRATIONS)}
 
 

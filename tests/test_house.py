@@ -99,7 +99,7 @@ HOMES_OF_FRAMEWORK = {
     "trl": {"integrations/trl/upstream.py", "integrations/async_grpo/upstream.py"},
     "wandb": {"integrations/wandb.py"},
 }
-ONE_FILE_FRAMEWORKS = {"peft", "deepspeed", "fastapi", "opentelemetry"}
+ONE_FILE_FRAMEWORKS = {"peft", "deepspeed", "fastapi"}
 
 
 def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

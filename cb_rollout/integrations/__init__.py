@@ -1,4 +1,4 @@
-"""Connect TRL, wandb, OpenTelemetry and xgrammar; each is imported in one file.
+"""Connect TRL, wandb and xgrammar; each is imported in one file.
 
 Called by users' scripts and by the trainers that are attached.
 """

@@ -44,6 +44,9 @@ MAX_ANCHORS = 16
 # Each holds its tokenizer and its compiled grammars; making one takes a pass over the vocabulary.
 NUM_COMPILERS_KEPT = 2
 
+# Of the compiled grammars that a compiler keeps for their next use.
+MAX_KEPT_BYTES = 1 << 28
+
 
 class XGrammar:
     """A compiled grammar, for `SamplingParams.grammar`; may be shared by any number of requests.
@@ -226,7 +229,7 @@ def _compiled(compile_it: Callable[[], Any], what: str) -> Any:
 def _compiler(tokenizer: Any, vocab_size: int) -> Any:
     xgrammar = _import_xgrammar()
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
-    return xgrammar.GrammarCompiler(info)
+    return xgrammar.GrammarCompiler(info, cache_limit_bytes=MAX_KEPT_BYTES)
 
 
 def _import_xgrammar() -> Any:

@@ -1,4 +1,4 @@
-"""Define, observe and export the metrics of rollouts and engines.
+"""Define, keep and export the metrics of rollouts and engines.
 
-The engine writes counters; observers watch it; Prometheus and the run records read.
+The engine writes counters and durations; Prometheus and the run records read.
 """

@@ -1,9 +1,8 @@
 """Define every metric: its name, unit and meaning, and how it is computed.
 
 To add a metric, add its entry here, and set its value where it is measured. `docs/metrics.md`,
-the wandb panels, Prometheus and OpenTelemetry read this registry. Prometheus sees
-`cb_rollout_<name>` (counters with `_total`), OpenTelemetry `cb_rollout.<name>`. Loads no torch;
-the engine's thread writes the counters.
+the wandb panels and Prometheus read this registry. Prometheus sees `cb_rollout_<name>` (counters
+with `_total`). Loads no torch; the engine's thread writes the counters.
 """
 
 from collections.abc import Callable
@@ -121,8 +120,6 @@ SLEEP = Distribution("sleep_seconds", "Giving the KV memory back, once.")
 DISTRIBUTIONS = (
     QUEUE, PREFILL, DECODE, REQUEST, PREFILL_STEP, DECODE_STEP, ROLLOUT, SYNC, SLEEP,
 )  # fmt: skip
-
-DISTRIBUTION_OF_SPAN = {"rollout": ROLLOUT, "sync_weights": SYNC, "sleep": SLEEP}
 
 # Upper bounds in seconds: from one decode step on a GPU to the longest rollout.
 BUCKETS = (

@@ -28,7 +28,7 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.metrics.registry import rollout_metrics, status_metrics
+from cb_rollout.metrics.registry import ROLLOUT, SLEEP, SYNC, rollout_metrics, status_metrics
 from cb_rollout.rollout.batches import (
     BatchArguments,
     batch_arguments,
@@ -162,7 +162,7 @@ class RolloutGenerator:
                 record_timestamps=record_timestamps,
                 on_error=on_error,
             )
-        with self.manager.observers.span("rollout"):
+        with self.manager.durations.timed(ROLLOUT):
             batches, rank = gathered(self._gathers_over, batch)
             with interrupts_deferred():
                 requests, outputs = self._roll_out(batches, rank, progress_bar, warmup)
@@ -247,7 +247,7 @@ class RolloutGenerator:
         started = time.perf_counter()
         with (
             interrupts_deferred(),
-            self.manager.observers.span("sync_weights"),
+            self.manager.durations.timed(SYNC),
             self.manager.paused(in_flight),
         ):
             num_bytes = self._weights.sync()
@@ -280,7 +280,7 @@ class RolloutGenerator:
             return
         with (
             interrupts_deferred(),
-            self.manager.observers.span("sleep"),
+            self.manager.durations.timed(SLEEP),
             self.manager.loop.paused(),
         ):
             if level == 2:

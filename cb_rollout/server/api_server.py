@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 import cb_rollout
 from cb_rollout.errors import RolloutError
-from cb_rollout.metrics.exposition import CONTENT_TYPE, exposition
+from cb_rollout.metrics.live_metrics import CONTENT_TYPE, exposition
 from cb_rollout.server import protocol
 from cb_rollout.server.middleware import AccessMiddleware
 from cb_rollout.server.output_router import Submission
@@ -25,7 +25,7 @@ from cb_rollout.server.responses import (
     TokenResponseBuilder,
 )
 from cb_rollout.server.rl.weight_updates import WeightUpdates
-from cb_rollout.server.served_model import ID_HEADER, ServedModel
+from cb_rollout.server.served_model import ServedModel
 from cb_rollout.types import GenerationOutput
 
 # Most characters of a field's name in an answer: a client may send any.
@@ -34,14 +34,10 @@ MAX_NAME_CHARACTERS = 100
 # FastAPI 0.165's type of the fault for a body that is not JSON.
 NOT_JSON = "json_invalid"
 
-PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+# vLLM's header of a client's own name of a request.
+ID_HEADER = "x-request-id"
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": protocol.ErrorResponse} for status in (400, 401, 403, 404, 409, 413, 429, 503)
-}
-STREAM: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}}
-}
+PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 class _Json(JSONResponse):
@@ -81,7 +77,6 @@ def create_app(served: ServedModel) -> AccessMiddleware:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses=ERRORS,
     )
     _add_error_handlers(app)
     _add_generation(app, served)
@@ -93,19 +88,18 @@ def create_app(served: ServedModel) -> AccessMiddleware:
 
 
 def _add_generation(app: FastAPI, served: ServedModel) -> None:
-    @app.post("/v1/completions", responses=STREAM)
+    @app.post("/v1/completions")
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         """Complete one prompt or several."""
         served.require_known(body.model)
         prompts = await _encoded_prompts(served, body.prompt, body.n or 1)
         params = await served.sampling_params(body)
         builder = CompletionResponseBuilder(served, body, prompts, params)
-        submitted = served.submit(
-            prompts, params, body.n or 1, body.stream, request.headers, body.request_id
-        )
+        name = body.request_id or request.headers.get(ID_HEADER)
+        submitted = served.submit(prompts, params, body.n or 1, body.stream, name)
         return await _respond(builder, await submitted, body.stream, request)
 
-    @app.post("/v1/chat/completions", responses=STREAM)
+    @app.post("/v1/chat/completions")
     async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
         """Answer a chat."""
         served.require_known(body.model)
@@ -114,19 +108,18 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         chat = await served.encode_chat(_plain(body.messages), tools)
         params = await served.sampling_params(body)
         builder = ChatResponseBuilder(served, body, chat, params, tools)
-        submitted = served.submit(
-            [chat.prompt], params, body.n or 1, body.stream, request.headers, body.request_id
-        )
+        name = body.request_id or request.headers.get(ID_HEADER)
+        submitted = served.submit([chat.prompt], params, body.n or 1, body.stream, name)
         return await _respond(builder, await submitted, body.stream, request)
 
-    @app.post("/inference/v1/generate", responses=STREAM)
+    @app.post("/inference/v1/generate")
     async def generate(body: protocol.TokenRequest, request: Request) -> Response:
         """Continue token ids; answer with token ids, log-probabilities and policy versions."""
         served.require_known(body.model)
         params = await served.sampling_params(body.sampling_params)
         name, n = body.request_id or request.headers.get(ID_HEADER), body.sampling_params.n
         builder, streams = TokenResponseBuilder(served, body, name), bool(body.stream)
-        submitted = served.submit([body.token_ids], params, n, streams, request.headers, name)
+        submitted = served.submit([body.token_ids], params, n, streams, name)
         return await _respond(builder, await submitted, streams, request)
 
 
@@ -241,23 +234,6 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         served.require_known(model)
         return _Json(_model_card(served))
 
-    @app.post("/tokenize")
-    async def tokenize(body: protocol.TokenizeRequest) -> Response:
-        """Return the token ids of a prompt or a chat, as the model reads them."""
-        served.require_known(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages.", "prompt")
-        if body.prompt is not None:
-            tokens = await served.encode_text(body.prompt)
-        else:
-            chat = await served.encode_chat(_plain(body.messages), _plain(body.tools))
-            tokens = chat.token_ids
-        content: dict[str, Any] = {"tokens": tokens, "count": len(tokens)}
-        content["max_model_len"] = served.max_model_len
-        if body.return_token_strs:
-            content["token_strs"] = served.tokens.texts(tokens)
-        return _Json(content)
-
     @app.get("/health")
     async def health() -> Response:
         """Answer 200 if requests are generated, else 503."""
@@ -267,8 +243,7 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return every metric in Prometheus' text format."""
-        text = exposition(served.manager, served.recorder)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        return Response(exposition(served.manager), headers={"content-type": CONTENT_TYPE})
 
 
 def _server_info(served: ServedModel, config_format: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class ServerHandle:
 
     Attributes:
         base_url: the `base_url` of an OpenAI client, such as "http://127.0.0.1:8000/v1".
-        url: the server's root, with `/health`, `/metrics` and `/tokenize`.
+        url: the server's root, with `/health` and `/metrics`.
     """
 
     def __init__(self, model: "ServedModel", listening: socket.socket) -> None:
@@ -205,9 +205,6 @@ class ServerHandle:
             self.model.output_router.cancel_all()
         self.model.manager.is_served = False
         self._thread.join(CLOSE_SECONDS)
-
-    def join(self, timeout: float | None = None) -> None:
-        self._thread.join(timeout)
 
     def __enter__(self) -> Self:
         return self

@@ -36,7 +36,6 @@ class OutputRouter:
         self._error: EngineDeadError | None = None
         self._is_scheduled = False
         self._submissions: dict[str, Submission] = {}
-        self._ended: asyncio.Event = asyncio.Event()
 
     @property
     def num_in_flight(self) -> int:
@@ -81,10 +80,8 @@ class OutputRouter:
                 submission.put(output)
                 if output.is_finished():
                     del self._submissions[request_id]
-                    self._ended.set()
         if error is not None:
             dead, self._submissions = self._submissions, {}
-            self._ended.set()
             for submission in dead.values():
                 submission.fail(error)
 
@@ -101,11 +98,6 @@ class OutputRouter:
         self._manager.cancel_requests([name for x in aborted for name in x.unfinished])
         return len(aborted)
 
-    async def drained(self) -> None:
-        while self._submissions:
-            self._ended.clear()
-            await self._ended.wait()
-
     def cancel_all(self) -> None:
         """Cancel every sequence in flight; each delivers what it has."""
         self._manager.cancel_requests(list(self._submissions))
@@ -114,7 +106,6 @@ class OutputRouter:
         """Cancel sequences, and drop their outputs."""
         for request_id in request_ids:
             self._submissions.pop(request_id, None)
-        self._ended.set()
         self._manager.cancel_requests(request_ids)
 
 
@@ -184,10 +175,7 @@ class EngineControl:
     def __init__(self, manager: ContinuousBatchingManager) -> None:
         self._manager = manager
         self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
-        self._num_draining = 0
         self._has_ended = False
-        self._is_open = asyncio.Event()
-        self._is_open.set()
 
     def start(self, router: OutputRouter) -> None:
         self._router = router
@@ -205,12 +193,9 @@ class EngineControl:
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling until `resume`; later requests wait.
 
-        "abort" answers the requests in flight with the tokens that they have; "wait" lets them end
-        first; "keep" lets them go on after `resume`.
+        "abort" answers the requests in flight with the tokens that they have; "keep" lets them go
+        on after `resume`.
         """
-        # Requests of an engine that is held already would not end.
-        if mode == "wait" and not self._manager.pauses.reasons:
-            await self._drain()
         if mode == "abort":
             self._router.abort(None)
         await self._run(self._hold)
@@ -223,22 +208,6 @@ class EngineControl:
 
     def _release(self) -> None:
         self._manager.pauses.release(PauseReason.CLIENT)
-
-    async def _drain(self) -> None:
-        """Wait for the requests in flight, and hold back those that come meanwhile."""
-        self._num_draining += 1
-        self._is_open.clear()
-        try:
-            await self._router.drained()
-            await self._run(self._hold)
-        finally:
-            self._num_draining -= 1
-            if not self._num_draining:
-                self._is_open.set()
-
-    async def may_submit(self) -> None:
-        """Wait while a pause waits for earlier requests."""
-        await self._is_open.wait()
 
     async def resume(self) -> None:
         """End a client's pause, after the pauses that were asked for before."""

@@ -237,16 +237,6 @@ class ChatCompletionRequest(_TextRequest):
     parallel_tool_calls: Literal[True] | None = None
 
 
-class TokenizeRequest(Strict):
-    """Body of `/tokenize`: a prompt or a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
-    tools: Items[Tool] | None = None
-    return_token_strs: bool = False
-
-
 class TokenSampling(_Sampling):
     """The `sampling_params` of `/inference/v1/generate`."""
 
@@ -311,9 +301,7 @@ class InitInfo(Strict):
     rank_offset: Annotated[int, Field(ge=1, lt=1 << 16)] = 1
     world_size: Annotated[int, Field(ge=2, le=1 << 16)] = 2
     packed: bool = False
-    packed_buffer_size_bytes: Annotated[int, Field(ge=1, le=1 << 40)] = 1 << 30
-    packed_num_buffers: Annotated[int, Field(ge=1)] = 2
-    """Accepted and not used: a single buffer receives."""
+    """Refused if True: a broadcast has one tensor."""
 
 
 class InitRequest(Strict):
@@ -336,7 +324,7 @@ class BroadcastUpdate(Strict):
     names: Annotated[Items[str], Field(min_length=1)]
     dtype_names: Items[str]
     shapes: Items[Items[Annotated[int, Field(ge=0, lt=1 << 40)]]]
-    packed: bool | None = None
+    packed: Literal[False] | None = None
 
 
 class FileUpdate(Strict):
@@ -361,22 +349,7 @@ class FinishRequest(Strict):
     weight_version: Annotated[str, Field(max_length=256)] | None = None
 
 
-PauseMode = Literal["abort", "wait", "keep"]
-
-
-class ErrorInfo(BaseModel):
-    """The error of an error response."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    """Body of every error response."""
-
-    error: ErrorInfo
+PauseMode = Literal["abort", "keep"]
 
 
 class ApiError(Exception):

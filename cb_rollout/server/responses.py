@@ -11,17 +11,9 @@ from typing import Any
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.server.detokenizer import IncrementalDetokenizer, logprob_entries
 from cb_rollout.server.prompt_encoder import EncodedChat
-from cb_rollout.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    StreamOptions,
-    TokenRequest,
-)
+from cb_rollout.server.protocol import ChatCompletionRequest, CompletionRequest, TokenRequest
 from cb_rollout.server.served_model import ServedModel
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
-
-# Whether there is new text, and a chunk's choice.
-_Part = tuple[bool, dict[str, Any]]
 
 
 class ResponseBuilder:
@@ -33,12 +25,13 @@ class ResponseBuilder:
     def __init__(
         self,
         model: ServedModel,
+        body: CompletionRequest | ChatCompletionRequest | TokenRequest,
         prompts: list[list[int]],
-        options: StreamOptions | None,
         heading: dict[str, Any],
     ) -> None:
         self._model, self._prompts = model, prompts
-        self._with_usage = options is not None and options.include_usage
+        self._is_stream = bool(body.stream)
+        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
         name = model.options.model_name
         self._heading = {**heading, "created": int(time.time()), "model": name}
         self._num_sent: dict[int, int] = {}
@@ -47,7 +40,8 @@ class ResponseBuilder:
 
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = [
-            {"index": index, **self._choice(index, output)} for index, output in enumerate(outputs)
+            {"index": index, **self._choice(index, output, 0)}
+            for index, output in enumerate(outputs)
         ]
         usage = self._usage(sum(len(output.generated_tokens) for output in outputs))
         return {**self._heading, **self._prompt, "choices": choices, "usage": usage}
@@ -60,10 +54,10 @@ class ResponseBuilder:
         async for index, output in updates:
             start, num_tokens = self._num_sent.get(index, 0), len(output.generated_tokens)
             self._num_sent[index] = num_tokens
-            has_text, choice = self._part(index, output, start)
+            choice = self._choice(index, output, start)
             has_tokens = self._shows_tokens and start < num_tokens
-            if has_text or has_tokens or output.is_finished():
-                yield self._chunk(index, choice)
+            if has_tokens or output.is_finished() or choice.get("text") or choice.get("delta"):
+                yield {**self._heading, "choices": [{"index": index, **choice}]}
         if self._with_usage:
             usage = self._usage(sum(self._num_sent.values()))
             yield {**self._heading, "choices": [], "usage": usage}
@@ -71,15 +65,9 @@ class ResponseBuilder:
     def _first_chunks(self) -> list[dict[str, Any]]:
         return []
 
-    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
+    def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
+        """Return a sequence's choice for the tokens from `start`."""
         raise NotImplementedError
-
-    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
-        """Return a chunk's choice for the tokens from `start`."""
-        raise NotImplementedError
-
-    def _chunk(self, index: int, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {**self._heading, "choices": [{"index": index, **choice}], **more}
 
     def _usage(self, num_completion_tokens: int) -> dict[str, int]:
         num_prompt_tokens = sum(map(len, self._prompts))
@@ -92,7 +80,7 @@ class TokenResponseBuilder(ResponseBuilder):
 
     def __init__(self, model: ServedModel, body: TokenRequest, client_id: str | None) -> None:
         heading = {"request_id": client_id or uuid.uuid4().hex, "output_mode": "tokens"}
-        super().__init__(model, [body.token_ids], body.stream_options, heading)
+        super().__init__(model, body, [body.token_ids], heading)
         self._with_logprobs = body.sampling_params.logprobs is not None
         self._prompt = {"prompt_token_ids": body.token_ids if body.return_token_ids else None}
 
@@ -100,60 +88,44 @@ class TokenResponseBuilder(ResponseBuilder):
         chunk = {**self._heading, **self._prompt, "choices": []}
         return [] if self._prompt["prompt_token_ids"] is None else [chunk]
 
-    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        return self._part(index, output, 0)[1]
-
-    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
+    def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         logprobs = None
         if self._with_logprobs:
             logprobs = {"content": logprob_entries(output, start, _id_entry)}
         choice = {"finish_reason": _finish_reason(output), "logprobs": logprobs}
-        return False, choice | _ids(output, start)
+        return choice | _ids(output, start)
 
 
 class _TextResponseBuilder(ResponseBuilder):
-    id_prefix: str
-    kind: str
-    chunk_kind: str
-
     def __init__(
         self,
         model: ServedModel,
         body: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
         params: SamplingParams,
+        heading: dict[str, Any],
     ) -> None:
-        heading = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "object": self.chunk_kind}
-        super().__init__(model, prompts, body.stream_options, heading)
-        self._params = params
-        self._num_choices = body.n or 1
+        super().__init__(model, body, prompts, heading)
+        self._stops, self._num_choices = params.stop, body.n or 1
         self._with_ids = body.return_token_ids
         self._names_ids = body.return_tokens_as_token_ids
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._shows_tokens = self._with_ids or self._with_logprobs
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
-        self._num_characters: dict[int, int] = {}
 
-    def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
-        return super().whole(outputs) | {"object": self.kind}
+    def _text(self, index: int, output: GenerationOutput, start: int) -> str:
+        """Return a sequence's text of the tokens from `start`, without the stop string at its end.
 
-    def _text(self, output: GenerationOutput) -> str:
-        """Return a finished sequence's text, without the stop string that ended it."""
-        decode, stops = self._model.decode, self._params.stop
-        if not stops or output.finish_reason is not FinishReason.STOP:
+        A text that may go on is held back where the next token may change it.
+        """
+        decode = self._model.decode
+        is_stopped = output.finish_reason is FinishReason.STOP
+        if start == 0 and output.is_finished() and not (self._stops and is_stopped):
             return decode(output.generated_tokens)
-        detokenizer = IncrementalDetokenizer(decode, stops)
-        return detokenizer.push(output.generated_tokens) + detokenizer.finish(is_stopped=True)
-
-    def _new_text(self, index: int, output: GenerationOutput, start: int) -> str:
-        """Return a sequence's new text, of the tokens from `start`."""
         if index not in self._detokenizers:
-            self._detokenizers[index] = IncrementalDetokenizer(
-                self._model.decode, self._params.stop
-            )
+            self._detokenizers[index] = IncrementalDetokenizer(decode, self._stops)
         text = self._detokenizers[index].push(output.generated_tokens[start:])
         if output.is_finished():
-            is_stopped = output.finish_reason is FinishReason.STOP
             text += self._detokenizers[index].finish(is_stopped=is_stopped)
         return text
 
@@ -161,20 +133,19 @@ class _TextResponseBuilder(ResponseBuilder):
 class CompletionResponseBuilder(_TextResponseBuilder):
     """Build a response of `/v1/completions`."""
 
-    id_prefix = "cmpl"
-    kind = chunk_kind = "text_completion"
+    def __init__(
+        self,
+        model: ServedModel,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+    ) -> None:
+        heading = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
+        super().__init__(model, body, prompts, params, heading)
+        self._num_characters: dict[int, int] = {}
 
-    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        return self._choice_from(index, output, 0, self._text(output))
-
-    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
-        text = self._new_text(index, output, start)
-        return bool(text), self._choice_from(index, output, start, text)
-
-    def _choice_from(
-        self, index: int, output: GenerationOutput, start: int, text: str
-    ) -> dict[str, Any]:
-        logprobs = None
+    def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
+        text, logprobs = self._text(index, output, start), None
         if self._with_logprobs:
             tokens, num_before = self._model.tokens, self._num_characters.get(index, 0)
             logprobs = tokens.completion_logprobs(output, start, num_before, self._names_ids)
@@ -191,10 +162,6 @@ class CompletionResponseBuilder(_TextResponseBuilder):
 class ChatResponseBuilder(_TextResponseBuilder):
     """Build a response of `/v1/chat/completions`."""
 
-    id_prefix = "chatcmpl"
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-
     def __init__(
         self,
         model: ServedModel,
@@ -203,7 +170,9 @@ class ChatResponseBuilder(_TextResponseBuilder):
         params: SamplingParams,
         tools: list[dict[str, Any]] | None,
     ) -> None:
-        super().__init__(model, body, [chat.token_ids], params)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        heading = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
+        super().__init__(model, body, [chat.token_ids], params, heading)
         self._chat, self._tools = chat, tools
         if self._with_ids:
             self._prompt = {"prompt_token_ids": chat.token_ids}
@@ -213,57 +182,49 @@ class ChatResponseBuilder(_TextResponseBuilder):
     def _first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         choice = {"delta": delta, "finish_reason": None, "logprobs": None}
-        return [self._chunk(index, choice, **self._prompt) for index in range(self._num_choices)]
+        return [
+            {**self._heading, "choices": [{"index": index, **choice}], **self._prompt}
+            for index in range(self._num_choices)
+        ]
 
-    def _part(self, index: int, output: GenerationOutput, start: int) -> _Part:
-        text = self._new_text(index, output, start)
-        delta, reason = self._delta(index, text, output)
-        return bool(delta), self._choice_from(output, start, delta=delta, finish_reason=reason)
-
-    def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        message = self._message(self._text(output), output)
-        reason = "tool_calls" if "tool_calls" in message else _finish_reason(output)
-        return self._choice_from(output, 0, message=message, finish_reason=reason)
-
-    def _choice_from(self, output: GenerationOutput, start: int, **said: Any) -> dict[str, Any]:
+    def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         if output.is_finished():
             self._model.remember(self._chat, output.generated_tokens)
-        logprobs = None
+        content, calls = self._said(index, self._text(index, output, start), output)
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        if self._is_stream:
+            said = {"content": content} if content else {}
+            calls = [{"index": at, **call} for at, call in enumerate(calls)]
+        if calls:
+            said["tool_calls"] = calls
+        choice: dict[str, Any] = {"delta" if self._is_stream else "message": said}
+        choice["finish_reason"] = "tool_calls" if calls else _finish_reason(output)
+        choice["logprobs"] = None
         if self._with_logprobs:
-            logprobs = self._model.tokens.chat_logprobs(output, start, self._names_ids)
-        choice = {**said, "logprobs": logprobs}
+            choice["logprobs"] = self._model.tokens.chat_logprobs(output, start, self._names_ids)
         return choice | _ids(output, start) if self._with_ids else choice
 
-    def _delta(
+    def _said(
         self, index: int, text: str, output: GenerationOutput
-    ) -> tuple[dict[str, Any], str | None]:
-        """Return a chunk's delta and its finish reason.
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """Return the text and the tool calls to send after a sequence's new text.
 
         Text is sent as soon as it cannot belong to a call; calls are sent whole, at the end.
         """
         if not self._tools:
-            return ({"content": text} if text else {}), _finish_reason(output)
+            return text, []
+        parser = self._model.tool_parser
         whole = self._texts[index] = self._texts.get(index, "") + text
         num_sent, num_certain = self._num_text_sent.get(index, 0), len(whole)
         if output.is_finished():
-            message = self._message(whole, output)
-            if calls := message.get("tool_calls"):
-                delta = {"tool_calls": [{"index": at, **call} for at, call in enumerate(calls)]}
-                if not num_sent and message["content"]:
-                    delta["content"] = message["content"]
-                return delta, "tool_calls"
+            tokens = output.generated_tokens
+            content, calls = parser.parsed(whole, tokens, self._prompts[0], self._tools)
+            if calls:
+                return None if num_sent else content, calls
         else:
-            num_certain = self._model.tool_parser.num_text_characters(whole)
+            num_certain = parser.num_text_characters(whole)
             self._num_text_sent[index] = max(num_sent, num_certain)
-        new = whole[num_sent:num_certain]
-        return ({"content": new} if new else {}), _finish_reason(output)
-
-    def _message(self, text: str, output: GenerationOutput) -> dict[str, Any]:
-        if not self._tools:
-            return {"role": "assistant", "content": text}
-        return self._model.tool_parser.message(
-            text, output.generated_tokens, self._prompts[0], self._tools
-        )
+        return whole[num_sent:num_certain], []
 
 
 def _ids(output: GenerationOutput, start: int) -> dict[str, Any]:

@@ -8,14 +8,13 @@ the server's asyncio thread.
 import asyncio
 import copy
 import hashlib
-import itertools
 import json
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,6 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
-from cb_rollout.metrics.observers import Recorder
 from cb_rollout.server.detokenizer import Decode, TokenTable
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.output_router import EngineControl, OutputRouter, Submission
@@ -51,15 +49,6 @@ SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
-
-# Digests of recent prompts, kept to recognise equal prompts that wait together.
-NUM_PROMPTS_KEPT = 4096
-
-# vLLM's header of a client's own name of a request.
-ID_HEADER = "x-request-id"
-
-# Compiled grammars, by their source.
-NUM_GRAMMARS_KEPT = 64
 
 # The time to compile a schema grows with its size, and a compilation cannot be stopped.
 MAX_SCHEMA_CHARACTERS = 1 << 16
@@ -98,7 +87,6 @@ class ServedModel:
         tokenizer = text_tokenizer(tokenizer)
         self.is_ending = False
         """True once the server drains: new requests are refused."""
-        self.recorder = Recorder()
         self.control = EngineControl(manager)
         self.created = int(time.time())
         decoding = copy.deepcopy(tokenizer)
@@ -109,30 +97,15 @@ class ServedModel:
         )
         self._encoder_thread = ThreadPoolExecutor(1, "cb_rollout-encode")
         self._grammar_thread = ThreadPoolExecutor(1, "cb_rollout-grammar")
-        compiling = copy.deepcopy(tokenizer)
-        vocab_size = manager.limits.vocab_size()
-        # Equal prompts that wait together are prefilled once, even from different clients. The
-        # input processor's own group numbers are not negative.
-        numbers = itertools.count(-1, -1)
-        self._group_of = lru_cache(maxsize=NUM_PROMPTS_KEPT)(lambda _: next(numbers))
-
-        @lru_cache(maxsize=NUM_GRAMMARS_KEPT)
-        def grammar_of(schema: str | None) -> XGrammar:
-            if schema is not None:
-                return XGrammar.from_json_schema(schema, compiling, vocab_size)
-            return XGrammar.from_json(compiling, vocab_size)
-
-        self._grammar_of = grammar_of
+        self._compiling = copy.deepcopy(tokenizer)
 
     def start(self) -> None:
         """Connect the running asyncio loop to the engine."""
         self.output_router = OutputRouter(self.manager, self.options.request_timeout_seconds)
         self.control.start(self.output_router)
-        self.manager.observers.add(self.recorder)
 
     def stop(self) -> None:
         """End the threads; the manager goes on."""
-        self.manager.observers.remove(self.recorder)
         self.control.stop()
         if self.weights is not None:
             self.weights.stop()
@@ -214,7 +187,8 @@ class ServedModel:
     async def _grammar(self, form: ResponseFormat | None) -> XGrammar | None:
         if form is None or form.type == "text":
             return None
-        schema, param = None, "response_format"
+        compile_it, param = XGrammar.from_json, "response_format"
+        vocab_size = self.manager.limits.vocab_size()
         if form.type == "json_schema":
             if form.json_schema is None or form.json_schema.json_schema is None:
                 raise ApiError(400, "response_format has no json_schema.schema.", param)
@@ -222,8 +196,9 @@ class ServedModel:
             if (size := len(schema)) > MAX_SCHEMA_CHARACTERS:
                 most = f"{MAX_SCHEMA_CHARACTERS:,}"
                 raise ApiError(400, f"the JSON schema has {size:,} characters of {most}.", param)
+            compile_it = partial(XGrammar.from_json_schema, schema)
         try:
-            return await _run(self._grammar_thread, self._grammar_of, schema)
+            return await _run(self._grammar_thread, compile_it, self._compiling, vocab_size)
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
@@ -233,13 +208,9 @@ class ServedModel:
         params: SamplingParams,
         n: int,
         is_streaming: bool,
-        headers: Mapping[str, str],
-        client_id: str | None = None,
+        client_id: str | None,
     ) -> Submission:
         """Queue `n` sequences of each prompt, those of a prompt adjacent.
-
-        The HTTP request's `headers` may name a trace to join, and the request where `client_id` is
-        None.
 
         Raises:
             ApiError: the request exceeds a limit of the server.
@@ -268,20 +239,23 @@ class ServedModel:
         else:
             requests = create()
         for request in requests:
-            request.group = self._group_of(_digest(request))
-        await self.control.may_submit()
-        with self.manager.observers.joined(headers):
-            return self.output_router.submit(requests, client_id or headers.get(ID_HEADER))
+            request.group = _group_of(request)
+        return self.output_router.submit(requests, client_id)
 
 
 async def _run(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
 
 
-def _digest(request: Request) -> bytes:
+def _group_of(request: Request) -> int:
+    """Return a number of the prompt, below those of the input processor.
+
+    Equal prompts that wait together are prefilled once, even from different clients.
+    """
     pictures = b"" if request.images is None else request.images.digest
     token_ids = array("q", request.prompt_ids).tobytes()
-    return hashlib.blake2b(token_ids + pictures, digest_size=16).digest()
+    digest = hashlib.blake2b(token_ids + pictures, digest_size=16).digest()
+    return -1 - int.from_bytes(digest)
 
 
 def _biases(by_token: dict[str, float]) -> dict[int, float]:

@@ -31,10 +31,10 @@ class ToolParser:
         start = text.find(OPENING)
         return start if start >= 0 else len(text) - num_partial_match(text, [OPENING])
 
-    def message(
+    def parsed(
         self, text: str, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: list[Any]
-    ) -> dict[str, Any]:
-        """Return the assistant's message; calls that cannot be parsed stay text."""
+    ) -> tuple[str | None, list[dict[str, Any]]]:
+        """Return an answer's text and its calls; calls that cannot be parsed stay text."""
         content, calls = None, []
         # An answer that is not in the expected form is text.
         with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -49,12 +49,11 @@ class ToolParser:
                 content = text[: found[0].start()].strip() or None if found else text
                 calls = [_call(json.loads(match[1])) for match in found]
         if not calls:
-            return {"role": "assistant", "content": text}
-        identified = [
+            return text, []
+        return content, [
             {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
             for call in calls
         ]
-        return {"role": "assistant", "content": content, "tool_calls": identified}
 
 
 def _call(entry: Any) -> dict[str, str]:

@@ -48,7 +48,6 @@ KERNELS = ("flash_attn", "kernels", "triton", "torch.nn.attention.varlen")
 EXTRAS = {
     "server": ("fastapi", "uvicorn"),
     "grammar": ("xgrammar",),
-    "otel": ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"),
     "ray": ("ray",),
 }
 

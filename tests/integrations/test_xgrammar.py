@@ -6,6 +6,7 @@ import torch
 from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.integrations import xgrammar
 from cb_rollout.integrations.xgrammar import XGrammar, XGrammarMatcher, unpacked
 
 needs_no_xgrammar = pytest.mark.skipif(
@@ -176,3 +177,14 @@ def test_schemas_within_the_bounds_are_compiled():
     ):
         XGrammar.from_json_schema(schema, tokenizer, len(tokenizer))
     XGrammar.from_ebnf(f'root ::= "{"(" * 1000}" [(]', tokenizer, len(tokenizer))
+
+
+@needs_xgrammar
+def test_compiled_grammars_that_are_kept_are_bounded(monkeypatch):
+    monkeypatch.setattr(xgrammar, "MAX_KEPT_BYTES", 100_000)
+    tokenizer = char_tokenizer()
+    for number in range(60):
+        schema = {"type": "object", "properties": {f"a{number}": {"type": "string"}}}
+        XGrammar.from_json_schema(schema, tokenizer, len(tokenizer))
+    kept = xgrammar._compiler(tokenizer, len(tokenizer)).get_cache_size_bytes()
+    assert 0 < kept <= 100_000

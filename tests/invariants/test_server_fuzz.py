@@ -56,7 +56,7 @@ def test_no_request_makes_the_server_fail(serving, mode):
 
         answered()
     bodies = {
-        "/v1/completions", "/v1/chat/completions", "/tokenize", "/inference/v1/generate",
+        "/v1/completions", "/v1/chat/completions", "/inference/v1/generate",
         "/abort_requests", "/init_weight_transfer_engine", "/start_weight_update",
         "/update_weights", "/finish_weight_update",
     }  # fmt: skip

@@ -47,7 +47,6 @@ BODIES = {
     "/inference/v1/generate": [
         {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "logprobs": 1}, "stream": True},
     ],
-    "/tokenize": [{"prompt": "abc"}, {"messages": [USER]}],
     "/abort_requests": [{"request_ids": ["nobody"]}],
     "/start_weight_update": [{"partial": True}],
     "/update_weights": [{"update_info": {"weight_dir": "/absent"}}],

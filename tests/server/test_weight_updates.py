@@ -188,31 +188,13 @@ def described(tensors):
     }
 
 
-def as_bytes(tensors):
-    return torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-
-
-def packed(tensors, size):
-    """Return the broadcasts of vLLM's packing."""
-    parts, part = [], []
-    for tensor in tensors:
-        part.append(tensor)
-        if sum(t.nbytes for t in part) > size:
-            parts.append(as_bytes(part))
-            part = []
-    return [*parts, as_bytes(part)] if part else parts
-
-
-@pytest.mark.parametrize("size", [None, 1 << 12, 1 << 30])
-def test_a_group_broadcasts_tensors_alone_or_packed(serving, post, size):
-    wanted = model_of(3 if size is None else size % 97)
+def test_a_group_broadcasts_tensors(serving, post):
+    wanted = model_of(3)
     tensors = tensors_of(wanted)
-    more = {} if size is None else {"packed": True, "packed_buffer_size_bytes": size}
-    trainer = Trainer(post, **more)
-    parts = None if size is None else packed(list(tensors.values()), size)
+    trainer = Trainer(post)
     for _ in range(2):
         assert post("/start_weight_update").status_code == 200
-        assert trainer.send(tensors, parts).status_code == 200
+        assert trainer.send(tensors).status_code == 200
         assert post("/finish_weight_update").status_code == 200
     assert generates_as(serving, wanted)
     assert post("/shutdown_weight_transfer_engine").status_code == 200
@@ -484,11 +466,12 @@ def test_a_write_that_outlasts_its_call_is_reported_as_written(serving, post, fi
     assert generates_as(serving, wanted)
 
 
-def test_nccl_is_refused_in_one_sentence(post):
+def test_nccl_and_packed_broadcasts_are_refused_in_one_sentence(post):
     info = {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2}
-    answer = post("/init_weight_transfer_engine", {"init_info": info})
-    assert answer.status_code == 400
-    assert "not by NCCL" in answer.json()["error"]["message"]
+    for more in ({}, {"backend": "gloo", "packed": True}):
+        answer = post("/init_weight_transfer_engine", {"init_info": {**info, **more}})
+        assert answer.status_code == 400
+        assert "not by NCCL" in answer.json()["error"]["message"]
 
 
 def test_weights_are_refused_where_they_are_not_allowed():

@@ -21,7 +21,8 @@ from cb_rollout.engine.service.lockstep import CommandKind, EngineGroup, Lockste
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import PauseController, PauseReason
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
-from cb_rollout.metrics.observers import Observers
+from cb_rollout.metrics.live_metrics import Durations
+from cb_rollout.metrics.registry import DECODE_STEP, PREFILL_STEP
 from cb_rollout.types import CancelResult, RequestStatus
 
 # While idle, the thread keeps no reference to its loop, and checks this often whether it exists.
@@ -93,7 +94,7 @@ class EngineLoop:
         self._is_stopping = self._is_draining = self._is_ending = False
         self.pauses = PauseController(self._changed, self._could_step)
         self._fatal_error: BaseException | None = None
-        self.observers = Observers()
+        self.durations = Durations()
 
     def start(self) -> None:
         """Start the thread, or cancel its stop; after a failure, restart with an empty queue."""
@@ -166,7 +167,6 @@ class EngineLoop:
             for request in requests:
                 arrival.setdefault(request.group, len(arrival))
             queued = sorted(requests, key=lambda request: arrival[request.group])
-            self.observers.submitted(requests)
             for request in requests:
                 expected = self._expected.pop(request.request_id, sink)
                 self._live[request.request_id] = (request, expected)
@@ -320,9 +320,9 @@ class EngineLoop:
         try:
             started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
             touched = self.engine.step()
-            if self.observers:
-                is_prefill = self.engine.counters.prefill_forwards > num_prefills
-                self.observers.stepped(time.perf_counter() - started, is_prefill)
+            is_prefill = self.engine.counters.prefill_forwards > num_prefills
+            kind = PREFILL_STEP if is_prefill else DECODE_STEP
+            self.durations.record(kind, time.perf_counter() - started)
             if self._lockstep is not None:
                 self._lockstep.record(touched)
             self._deliver(touched)
@@ -405,7 +405,7 @@ class EngineLoop:
             if not is_final and not request.is_streaming:
                 continue
             if is_final:
-                self.observers.ended(request)
+                self.durations.record_ended(request)
             output = request.output(self._return_logprobs)
             with self._changed:
                 _, sink = self._live[request.request_id]

@@ -118,7 +118,7 @@ class ContinuousBatchingManager:
             return_logprobs=self.config.return_logprobs,
             group=self.group,
         )
-        self.pauses, self.observers, self.counters = loop.pauses, loop.observers, engine.counters
+        self.pauses, self.durations, self.counters = loop.pauses, loop.durations, engine.counters
         self.is_served = False
         """True while a server submits requests, so that the background thread computes."""
         self._output_queue = OutputQueue()

@@ -5,7 +5,6 @@ Owns one group, apart from the process's own: rank 0 is the trainer, which also 
 Called on the thread of weight updates.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -85,32 +84,13 @@ class WeightGroup:
         except RuntimeError as error:
             raise WeightSyncError(f"the broadcast was cut off ({error_text(error)}).") from error
 
-    def receive(
-        self, tensors: Sequence[Described], buffer_bytes: int | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the trainer broadcasts, in its order.
-
-        Args:
-            tensors: their descriptions.
-            buffer_bytes: None: one broadcast a tensor; else vLLM's packing: a broadcast has the
-                next tensors, as bytes, up to the first with which it has more than this.
+    def receive(self, tensors: Sequence[Described]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the described tensors, one broadcast of the trainer each.
 
         Raises:
             WeightSyncError: the broadcasts ended early.
         """
-        packed: list[Described] = []
-        sizes: list[int] = []
-        for number, tensor in enumerate(tensors, 1):
-            _, dtype, shape = tensor
-            packed.append(tensor)
-            sizes.append(math.prod(shape) * dtype.itemsize)
-            is_full = buffer_bytes is None or sum(sizes) > buffer_bytes
-            if not is_full and number < len(tensors):
-                continue
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-            self.broadcast(buffer.view(dtype) if buffer_bytes is None else buffer)
-            for (name, dtype, shape), raw in zip(packed, buffer.split(sizes), strict=True):
-                # A view of another dtype must begin at a multiple of its size, which a copy does.
-                is_aligned = raw.storage_offset() % dtype.itemsize == 0
-                yield name, (raw if is_aligned else raw.clone()).view(dtype).view(shape)
-            packed, sizes = [], []
+        for name, dtype, shape in tensors:
+            tensor = torch.empty(shape, dtype=dtype)
+            self.broadcast(tensor)
+            yield name, tensor

@@ -76,7 +76,7 @@ class WeightUpdates:
             )
         self._thread = ThreadPoolExecutor(1, "cb_rollout-weights")
         self._open: _Update | None = None
-        self._group: tuple[WeightGroup, InitInfo] | None = None
+        self._group: WeightGroup | None = None
         # Why no update is open, for a trainer's next call.
         self._fault = "none was begun"
         # Names that a failed write may have left half written.
@@ -92,21 +92,20 @@ class WeightUpdates:
         """Join a trainer's group; without an address there is none, and files are sent."""
         self._refuse_second()
         has_address = info.master_address is not None and info.master_port is not None
-        if has_address and info.backend != "gloo":
+        if has_address and (info.backend != "gloo" or info.packed):
             raise ApiError(
                 400,
-                'weights are received by gloo or from files, not by NCCL; set backend to "gloo" '
-                "in init_info, or send weight_dir.",
+                "weights are received by gloo, each alone, or from files, not by NCCL; set backend "
+                'to "gloo" in init_info without packed, or send weight_dir.',
                 "init_info",
             )
         self._group = None
         if has_address:
             address = info.master_address, info.master_port, info.rank_offset, info.world_size
             try:
-                group = await self._run(WeightGroup.join, *address, self._seconds)
+                self._group = await self._run(WeightGroup.join, *address, self._seconds)
             except WeightSyncError as error:
                 raise ApiError(400, str(error), "init_info") from error
-            self._group = group, info
 
     async def shutdown(self) -> None:
         self._refuse_second()
@@ -211,10 +210,7 @@ class WeightUpdates:
             raise WeightSyncError(
                 "no group was joined; call /init_weight_transfer_engine with its address first."
             )
-        group, init_info = self._group
-        is_packed = init_info.packed if info.packed is None else info.packed
-        buffer_bytes = init_info.packed_buffer_size_bytes if is_packed else None
-        staged.add(group.receive(tensors, buffer_bytes))
+        staged.add(self._group.receive(tensors))
 
     def _write(self, staged: StagedWeights, in_flight: InFlightName) -> SyncReport:
         with self._manager.paused(in_flight):

@@ -16,8 +16,8 @@ from cb_rollout.server.options import ServerOptions
 from cb_rollout.tools.cli.command import add_fields
 
 DESCRIPTION = """\
-Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /tokenize,
-/health, /metrics. Listens on this machine only, unless --host says otherwise, which takes a key."""
+Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /health,
+/metrics. Listens on this machine only, unless --host says otherwise, which takes a key."""
 
 # Every user of the machine can read a key given on the command line.
 KEY_VARIABLE = "CB_ROLLOUT_API_KEY"
@@ -55,11 +55,6 @@ def add_serve(commands: Any) -> None:
     parser.add_argument("--seed", type=int, help="Of requests that name none (fresh draws).")
     parser.add_argument("--dtype", default="auto", help="Of the weights (the checkpoint's).")
     parser.add_argument("--device", default="auto", help="auto: a GPU where there is one.")
-    parser.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="Send traces and metrics to this OpenTelemetry collector (OTLP over HTTP).",
-    )
     parser.set_run(_run)
 
 
@@ -80,10 +75,6 @@ def _run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments.model, arguments.dtype, arguments.device)
     signals = _Signals()
     with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
-        if arguments.otlp_endpoint is not None:
-            from cb_rollout.integrations.otel import export
-
-            export(generator, arguments.otlp_endpoint)
         server = generator.serve(**dataclasses.asdict(options))
         print(f"serving {options.model_name} at {server.base_url}", flush=True)
         with _frozen_objects():
