@@ -48,6 +48,8 @@ the same command.
 | `serve` | none: it ends with 0 after SIGTERM or Ctrl-C | |
 | `bench` | none | its record is JSON |
 | `report` | none | `path`, or with `--list` the `runs` |
+| `watch` | none | |
+| `audit` | rounding does not explain the numbers | `cause`, `sentence`, fields of `AuditReport` |
 | `doctor` | not usable on this machine, or not with this checkpoint | `is_usable`, `findings` |
 | `env` | none | versions, machine, variables |
 
@@ -164,7 +166,8 @@ Every logged metric, from `cb_rollout/metrics/registry.py`; `scripts/write_docs.
 - Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and
   to `<output_dir>/cb_rollout/metrics.jsonl`.
 - `metrics()` of a `RolloutGenerator` or a `GroupCollector` returns them.
-- `cb-rollout report RUN [RUN]` draws one run, or two side by side.
+- `cb-rollout report RUN [RUN]` draws one run, or two side by side; `cb-rollout watch RUN` one that
+  goes on.
 - wandb is used where the trainer's `report_to` names it, and needed nowhere else. TRL imports it
   where it is installed.
 - `scripts/wandb_panels.py` makes the panels of a wandb workspace.

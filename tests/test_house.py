@@ -89,7 +89,7 @@ OWN_FIELDS = [
     "training_reserve_gib",
 ]
 
-SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "audit", "doctor", "env"}
+SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "watch", "audit", "doctor", "env"}
 
 HOMELESS = {"utils", "common", "helpers", "misc"}
 # Names of modules that own no noun.

@@ -18,6 +18,7 @@ from cb_rollout.tools.cli.env import add_env
 from cb_rollout.tools.cli.generate import add_generate
 from cb_rollout.tools.cli.report import add_report
 from cb_rollout.tools.cli.serve import add_serve
+from cb_rollout.tools.cli.watch import add_watch
 
 __all__ = ["create_parser", "main"]
 
@@ -45,16 +46,7 @@ def create_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    adds = (
-        add_demo,
-        add_generate,
-        add_serve,
-        add_bench,
-        add_report,
-        add_audit,
-        add_doctor,
-        add_env,
-    )
-    for add in adds:
+    runs = add_demo, add_generate, add_serve, add_bench
+    for add in (*runs, add_report, add_watch, add_audit, add_doctor, add_env):
         add(commands)
     return parser

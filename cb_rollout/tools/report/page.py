@@ -33,6 +33,7 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
+from cb_rollout.tools.report.advice import advice
 from cb_rollout.tools.report.figures import (
     DRIFT_KEYS,
     STYLES,
@@ -98,7 +99,7 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
 <h1>{visible_html(name)}</h1>
 <dl class="figures">{numbers}</dl>
 </header>
-{charts}
+{_advice(metrics)}{charts}
 {_completions(counts, rollouts, run_dir)}
 <footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
 {sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
@@ -108,6 +109,11 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     path = run_dir / REPORT_FILE
     write_whole(path, page.encode())
     return path
+
+
+def _advice(metrics: Sequence[StepMetrics]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in advice(metrics))
+    return f'<section class="advice"><h2>Look at</h2><ul>{items}</ul></section>\n' if items else ""
 
 
 def _described(run: Run, runs: Sequence[Run]) -> str:
