@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import documented
 import pytest
+import torch
+from tiny import byte_tokenizer, tiny_model
 
 import bench
 import cb_rollout
+import estimate_memory
 from cb_rollout import RolloutConfig, strategies
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
@@ -46,13 +50,17 @@ current_page = pytest.mark.parametrize("page", CURRENT_PAGES)
 # Settings of others that the pages name: transformers', FSDP's, TRL's, OpenAI's.
 FOREIGN_SETTINGS = {
     "callbacks",
+    "device_map",
     "disable_tqdm",
     "experts_implementation",
     "is_decoder",
+    "gradient_accumulation_steps",
     "use_orig_params",
+    "use_vllm",
     "loss_type",
     "normalize_advantages",
     "scale_rewards",
+    "skip_special_tokens",
     "vllm_importance_sampling_mode",
     "extra_body",
     "logprobs",
@@ -290,3 +298,70 @@ def test_the_readme_names_the_versions_that_an_installation_requires():
     assert len(wanted) == 3
     readme = (ROOT / "README.md").read_text()
     assert [name for name, least in wanted if f"{name} >= {least}" not in readme] == []
+
+
+TASKS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/tasks/*.md"))
+ERRORS_PAGE = "docs/tasks/errors.md"
+
+
+@functools.cache
+def texts_of_the_package() -> list[str]:
+    """Return every text in the package's source, with `...` in place of a run's values."""
+    texts = []
+    for path in (ROOT / "cb_rollout").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (getattr(part, "value", None) for part in node.values)
+                texts.append("".join(p if isinstance(p, str) else "..." for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts += [node.value, re.sub(r"\{\w*\}|%[sd]", "...", node.value)]
+    return [" ".join(text.split()) for text in texts]
+
+
+def rows_of_errors() -> list[str]:
+    """Return the first cell of each row of the page of errors."""
+    cells = re.findall(r"^\| (.+?) \| ", (ROOT / ERRORS_PAGE).read_text(), re.MULTILINE)
+    return [cell for cell in cells if cell != "message"]
+
+
+@pytest.mark.parametrize("cell", rows_of_errors())
+def test_every_message_on_the_page_of_errors_is_in_the_source(cell):
+    message = cell[1:-1]
+    assert cell == f"`{message}`"
+    assert any(message in text for text in texts_of_the_package())
+
+
+def test_the_page_of_errors_explains_the_common_ones():
+    assert len(set(rows_of_errors())) == len(rows_of_errors()) >= 60
+
+
+@pytest.mark.parametrize("page", TASKS)
+def test_the_page_of_a_task_is_short_and_in_the_index(page):
+    assert len((ROOT / page).read_text().splitlines()) <= 120
+    assert page in set(linked_files((ROOT / "docs/tasks.md").read_text(), "docs/tasks.md"))
+
+
+def test_the_memory_of_an_8b_model_is_what_the_script_prints(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["estimate_memory.py"])
+    estimate_memory.main()
+    (table,) = fenced("docs/tasks/one_gpu.md", "text")
+    assert capsys.readouterr().out.strip() == table
+
+
+def test_the_loop_of_a_task_trains():
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=len(tokenizer))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    documented.run(
+        documented.block("Your own loop, with a reward of text", "docs/tasks/own_loop.md"),
+        {
+            "model": model.train(),
+            "tokenizer": tokenizer,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+            "batches": [(["ab", "abc", "b"], ["a", "b", "c"])] * 2,
+            "reward": lambda text, answer: len(text.encode()) % 3,
+        },
+    )
+    assert model.training
+    after = model.parameters()
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))

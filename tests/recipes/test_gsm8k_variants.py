@@ -36,6 +36,15 @@ def test_sharding_is_one_section_beside_ddp(name, kind, settings):
     assert config == read("ddp") | {"distributed_type": kind}
 
 
+def test_hsdp_is_fsdp2_on_two_machines():
+    config, fsdp2 = read("hsdp"), read("fsdp2")
+    sizes = config.pop("parallelism_config")
+    assert sizes["parallelism_config_dp_replicate_size"] == config["num_machines"] == 2
+    assert sizes["parallelism_config_dp_shard_size"] == fsdp2["num_processes"]
+    two = {"num_machines": 2, "num_processes": 16, "main_process_port": 29500}
+    assert config == fsdp2 | two
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
@@ -70,3 +79,24 @@ def test_two_steps_on_two_processes(checkpoint, tmp_path, recipe, config):
     assert max(drifts) <= 1e-5
     saved = "adapter_model.safetensors" if recipe == "gsm8k_lora" else "model.safetensors"
     assert (tmp_path / saved).exists()
+
+
+@pytest.mark.slow
+def test_two_steps_on_two_machines_of_two_processes(checkpoint, tmp_path):
+    config = read("hsdp") | {"num_processes": 4, "main_process_port": 0, "machine_rank": 1}
+    config["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
+    file = tmp_path / "hsdp.yaml"
+    file.write_text(yaml.safe_dump(config))
+    run_processes(
+        "recipes/on_cpu.py",
+        *(str(file), str(RECIPES / "gsm8k_lora.py")),
+        *("--model", str(checkpoint), "--dataset", str(checkpoint / "train.jsonl")),
+        *("--output-dir", str(tmp_path), "--max-steps", "2", "--batch-size", "4"),
+        *("--num-generations", "4", "--max-completion-length", "16"),
+        num_processes=4,
+    )
+    written = (tmp_path / "cb_rollout" / "metrics.jsonl").read_text()
+    steps = [json.loads(row) for row in written.splitlines()]
+    assert [step["step"] for step in steps if "reward" in step["scalars"]] == [1, 2]
+    drifts = [s["scalars"].get("sampling/sampling_logp_difference/max", 0.0) for s in steps]
+    assert max(drifts) <= 1e-5
