@@ -48,6 +48,7 @@ the same command.
 | `serve` | none: it ends with 0 after SIGTERM or Ctrl-C | |
 | `bench` | none | its record is JSON |
 | `report` | none | `path`, or with `--list` the `runs` |
+| `audit` | rounding does not explain the numbers and tokens | `cause`, `sentence`, its evidence |
 | `doctor` | not usable on this machine, or not with this checkpoint | `is_usable`, `findings` |
 | `env` | none | versions, machine, variables |
 
