@@ -17,8 +17,12 @@ are asserts.
 
 import queue
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from cb_rollout.types import GenerationOutput
+
+if TYPE_CHECKING:
+    from cb_rollout.rollout.audit.report import AuditReport
 
 # Most names in one error message.
 MAX_NAMES = 20
@@ -81,4 +85,12 @@ class ToolTimeoutError(RolloutError, TimeoutError):
 
 
 class LogprobDriftError(RolloutError, ArithmeticError):
-    """Sampled log-probabilities differ from the trainer's forward by more than was allowed."""
+    """Sampled log-probabilities differ from the trainer's forward by more than was allowed.
+
+    Attributes:
+        report: the audit of the sequences that differ; None: none was made, or on another process.
+    """
+
+    def __init__(self, message: str, report: "AuditReport | None" = None) -> None:
+        super().__init__(message)
+        self.report = report

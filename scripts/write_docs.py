@@ -49,7 +49,7 @@ the same command.
 | `bench` | none | its record is JSON |
 | `report` | none | `path`, or with `--list` the `runs` |
 | `watch` | none | |
-| `audit` | rounding does not explain the numbers | `cause`, `sentence`, fields of `AuditReport` |
+| `audit` | rounding does not explain the numbers and tokens | `cause`, `sentence`, its evidence |
 | `doctor` | not usable on this machine, or not with this checkpoint | `is_usable`, `findings` |
 | `env` | none | versions, machine, variables |
 

@@ -327,6 +327,13 @@ class RolloutGenerator:
         is_collective = self._weights.is_collective
         return rollout_drift(self.manager, self._last_rollout, num_sequences, is_collective)
 
+    def stale_weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights that generate, by name, if a sync would change any of them.
+
+        Empty: it would change none, or shards cannot be compared by one process.
+        """
+        return self._weights.stale_weights()
+
     def serve(self, **options: Any) -> "ServerHandle":
         """Serve the current policy to OpenAI clients, in a thread of this process.
 

@@ -42,6 +42,14 @@ class WeightSynchronizer:
         """Return the names of the tensors that a sync would change now."""
         return []
 
+    def stale_weights(self) -> dict[str, torch.Tensor]:
+        """Return the copy's tensors by name if a sync would change any.
+
+        Empty: it would change none, or they cannot be compared here.
+        """
+        is_unknown = self.is_collective or self._released
+        return {} if is_unknown or not self.differing() else dict(self.module.state_dict())
+
     def own_weights(self) -> list[torch.Tensor]:
         """List the weights that the training module does not hold.
 

@@ -1,6 +1,7 @@
 """The sampled log-probabilities as the old ones: the same learning, a forward less, and a guard."""
 
 import math
+import pickle
 import re
 
 import pytest
@@ -12,8 +13,14 @@ from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, LogprobDriftError, RolloutConfig, attach
 from cb_rollout.engine.attention.decode_cache import DecodeLayer
+from cb_rollout.engine.memory.system import DeviceMemory
 from cb_rollout.engine.sampling import sampler as sampling
 from cb_rollout.integrations.trl import guard as guard_module
+from cb_rollout.integrations.trl.guard import ComparedRow
+from cb_rollout.integrations.trl.loss_rows import LossRow
+from cb_rollout.rollout.audit import drift_audit
+from cb_rollout.rollout.audit.report import Cause
+from cb_rollout.weights.copied import CopiedWeights
 
 QUICK = {"per_device_train_batch_size": 8, "num_generations": 4, "optim": "sgd"}
 UNGUARDED = {"old_logps": "rollout", "verify_every_steps": 0}
@@ -174,6 +181,100 @@ def test_a_run_falls_back_to_recomputing(tmp_path, monkeypatch):
     # One for the rows that were verified, then all; and the rounding of each.
     assert ours.num_scoring_forwards == 1 + 3 + 3
     assert trainer.state.global_step == 3
+
+
+def forget_the_temperature(monkeypatch):
+    """Draw and report as at temperature 1, where the trainer asks for 0.5."""
+    sample = sampling.sample
+
+    def warm_sample(logits_BV, *rest):
+        return sample(logits_BV * 0.5, *rest)
+
+    monkeypatch.setattr(sampling, "sample", warm_sample)
+    return {"temperature": 0.5}
+
+
+def counted_audits(monkeypatch, audit=drift_audit.audit):
+    """List the reports of all audits, which `audit` makes."""
+    reports = []
+
+    def counted(*arguments, **named):
+        reports.append(None)
+        reports[-1] = audit(*arguments, **named)
+        return reports[-1]
+
+    monkeypatch.setattr(drift_audit, "audit", counted)
+    return reports
+
+
+def test_the_error_names_the_cause(tmp_path, monkeypatch):
+    settings = forget_the_temperature(monkeypatch)
+    said = r"rollout and loss\. Log-probabilities differ by: temperature \(not applied\)\. Have the"
+    with pytest.raises(LogprobDriftError, match=said) as raised:
+        trained(tmp_path, GUARDED, **settings)
+    report = raised.value.report
+    assert report.cause is Cause.TEMPERATURE
+    assert 2 <= len(report.starts) <= 4
+    assert pickle.loads(pickle.dumps(raised.value)).report == report
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"old_logps": "auto", "verify_every_steps": 1}, "recomputed by the trainer"),
+        (GUARDED | {"on_logprob_drift": "recompute"}, "by the trainer from now on"),
+    ],
+    ids=["auto", "recompute"],
+)
+def test_a_warning_names_the_cause_once(tmp_path, monkeypatch, config, said):
+    settings, reports = forget_the_temperature(monkeypatch), counted_audits(monkeypatch)
+    said += r"\. Log-probabilities differ by: temperature \(not applied\)"
+    with pytest.warns(UserWarning, match=said):
+        trainer, _ = trained(tmp_path, config, **settings)
+    assert [report.cause for report in reports] == [Cause.TEMPERATURE]
+    assert trainer.state.global_step == 3
+
+
+def test_weights_that_were_not_synced_are_the_cause(tmp_path, monkeypatch):
+    trainer = tiny_trainer(tmp_path, **QUICK, learning_rate=0.1)
+    attach(trainer, RolloutConfig(**GUARDED | {"max_logprob_drift": 1e-3}, weight_sync="copy"))
+    monkeypatch.setattr(CopiedWeights, "sync", lambda self: 0)
+    with pytest.raises(LogprobDriftError, match=r"older version \(the engine's copy\)") as raised:
+        trainer.train()
+    assert trainer.state.global_step == 1
+    assert raised.value.report.cause is Cause.OLDER_VERSION
+
+
+def failing_audit(*_, **__):
+    raise RuntimeError("no audit")
+
+
+@pytest.mark.parametrize("why", ["fails", "memory"])
+def test_without_an_audit_the_error_is_what_it_was(tmp_path, monkeypatch, why):
+    if why == "fails":
+        monkeypatch.setattr(drift_audit, "audit", failing_audit)
+    else:
+        monkeypatch.setattr(drift_audit, "memory", lambda device: DeviceMemory(0, 0))
+    settings = forget_the_temperature(monkeypatch)
+    with pytest.raises(LogprobDriftError, match=r"between rollout and loss\.$") as raised:
+        trained(tmp_path, GUARDED, **settings)
+    assert raised.value.report is None
+
+
+def test_tokens_of_a_tool_are_not_audited():
+    ids, is_sampled = [10, 11, 12, 13, 14, 15], [True, True, False, True, True, True]
+    row = LossRow(0, [1, 2], ids, is_sampled, [0.0] * 6, [None] * 6)
+    compared = ComparedRow(row, [0, 1, 3, 4, 5], [-1.0] * 5, [-1.0, -1.0, -1.0, -1.5, -1.0])
+    output = compared.first_difference(0.1, 0.7)
+    assert output.prompt_ids == [1, 2, 10, 11, 12]
+    assert (output.generated_tokens, output.logprobs) == ([13, 14, 15], [-1.0] * 3)
+    assert output.temperature == 0.7
+    assert compared.first_difference(0.6, 0.7) is None
+    late = [-1.0] * 60
+    row = LossRow(0, [1], list(range(60)), [True] * 60, late, [None] * 60)
+    compared = ComparedRow(row, list(range(60)), late, [*late[:50], -2.0, *late[51:]])
+    output = compared.first_difference(0.1, 1.0)
+    assert output.generated_tokens == list(range(34, 60))
 
 
 def test_a_verification_that_left_all_rows_out_finds_nothing(tmp_path):

@@ -30,20 +30,30 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.numerics.agreement import (
     NUM_MEASURED,
+    TYPICAL_MULTIPLE,
     agrees,
     computed_in,
     is_measurable,
     overall_noise,
 )
+from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.ray.pool import PooledGenerator
+from cb_rollout.integrations.trl.backend import trains_split_model
+from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
+from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift
+from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.rollout.verification import DriftReport, drift
+from cb_rollout.types import GenerationOutput
 
 # Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
 MAX_CLIPPED_SHARE = 0.01
+
+# Tokens before a difference that are audited with it.
+NUM_BEFORE = 16
 
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
@@ -60,6 +70,35 @@ class ComparedRow(NamedTuple):
     """Indices of the completion's tokens that are compared."""
     sampled: list[float]
     trained: list[float]
+
+    def agrees(self, noise: torch.Tensor) -> bool:
+        """Return whether rounding, `[1]`, explains the differences."""
+        return bool(agrees([torch.tensor(self.sampled)], [torch.tensor(self.trained)], noise))
+
+    def first_difference(self, limit: float, temperature: float) -> GenerationOutput | None:
+        """Return the tokens around the first difference beyond `limit`, in nats.
+
+        None: no difference is, or a number is not finite. Tokens before become the prompt.
+        """
+        pairs = enumerate(zip(self.sampled, self.trained, strict=True))
+        first = next((i for i, (a, b) in pairs if not abs(a - b) <= limit), None)
+        if first is None:
+            return None
+        begin = max(0, first - NUM_BEFORE)
+        # Tokens of tools and of older policies stand between the others.
+        gap = self.positions[first] - first
+        run = [i for i, t in enumerate(self.positions) if i >= begin and t - i == gap]
+        start, ids = self.positions[run[0]], self.row.completion_ids
+        logprobs = [self.sampled[i] for i in run[:MAX_TOKENS]]
+        if not all(map(math.isfinite, logprobs)):
+            return None
+        return GenerationOutput(
+            self.row.name,
+            [*self.row.prompt_ids, *ids[:start]],
+            ids[start : start + len(logprobs)],
+            logprobs,
+            temperature=temperature,
+        )
 
 
 class LogprobGuard:
@@ -156,9 +195,10 @@ class LogprobGuard:
                 metrics["rollout/logprob_drift_first_token"] = position
             for name, value in metrics.items():
                 self._trainer._metrics["train"][name].append(value)
-        self._act(report, worst)
+        rows = [row for row in compared.values() if row.sampled]
+        self._act(report, worst, batch, rows)
         if self._is_auto:
-            self._choose([row for row in compared.values() if row.sampled], noise)
+            self._choose(rows, noise, batch)
 
     def are_usable(self, sampled_BT: torch.Tensor | None, rows: Sequence[LossRow]) -> bool:
         """Return whether sampled log-probabilities may be the old ones, on every process.
@@ -190,7 +230,9 @@ class LogprobGuard:
             precise = computed_in(higher, lambda: _at(self._recompute(batch), positions))
         return overall_noise(_at(trained_BT, positions), precise, dtype)
 
-    def _choose(self, compared: Sequence[ComparedRow], noise: torch.Tensor) -> None:
+    def _choose(
+        self, compared: Sequence[ComparedRow], noise: torch.Tensor, batch: LossBatch
+    ) -> None:
         """Trust the sampled ones from now on if they are the trainer's to rounding.
 
         And if the loss would clip next to none of the ratios that rounding leaves.
@@ -205,17 +247,27 @@ class LogprobGuard:
         if self.is_trusted or is_here or not compared or self._was_said:
             return
         self._was_said = True
-        reason = f"sampled log-probabilities are off the trainer's by {agreement}"
-        if agreement:
+        reason, said = f"sampled log-probabilities are off the trainer's by {agreement}", ""
+        if not agreement:
+            differing = [row for row in compared if not row.agrees(noise)]
+            _, said = self._audited(batch, differing, TYPICAL_MULTIPLE * float(noise))
+        else:
             reason = (
                 f"rounding alone would clip {clipped:.0%} of the ratios (epsilon="
                 f"{self._trainer.epsilon_low:g}, and {agreement.noise:.2g} nats of rounding)"
             )
         warnings.warn(
-            f"old_logps='auto': {reason}; old ones are recomputed by the trainer.", stacklevel=2
+            f"old_logps='auto': {reason}; old ones are recomputed by the trainer.{said}",
+            stacklevel=2,
         )
 
-    def _act(self, report: DriftReport, worst: ComparedRow | None) -> None:
+    def _act(
+        self,
+        report: DriftReport,
+        worst: ComparedRow | None,
+        batch: LossBatch,
+        rows: Sequence[ComparedRow],
+    ) -> None:
         allowed = self._config.max_logprob_drift
         if allowed is None and self._config.numerics == Numerics.BITWISE:
             allowed = 0.0
@@ -227,11 +279,36 @@ class LogprobGuard:
         message += f", max_logprob_drift={allowed:.3g}; "
         if self._config.on_logprob_drift == OnLogprobDrift.RAISE:
             message += "raise it, or look for what changes the forward between rollout and loss."
-            raise LogprobDriftError(message)
+            audited, said = self._audited(batch, rows, allowed)
+            raise LogprobDriftError(message + said, audited)
         if self.is_trusted:
             message += "old log-probabilities are recomputed by the trainer from now on."
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(message + self._audited(batch, rows, allowed)[1], stacklevel=2)
         self.is_trusted = False
+
+    def _audited(
+        self, batch: LossBatch, rows: Sequence[ComparedRow], limit: float
+    ) -> tuple[AuditReport | None, str]:
+        """Return why rows have differences beyond `limit`, in nats, and a sentence that says it.
+
+        None and "": none of them has, or the model and its inputs cannot be audited here.
+        """
+        trainer, generator = self._trainer, self._generator
+        found = [row.first_difference(limit, trainer.temperature) for row in rows]
+        outputs = [output for output in found if output is not None]
+        is_split = shards_models(trainer.accelerator) or trains_split_model(trainer)
+        if is_split or image_arguments(batch.settings):
+            return None, ""
+        with trainer.accelerator.autocast():
+            report = audit_drift(
+                outputs,
+                trainer.model,
+                tokenizer=trainer.processing_class,
+                engine=generator if isinstance(generator, RolloutGenerator) else None,
+                sampling_params=generator.manager.defaults,
+                logprobs_mode=reported_mode(self._config),
+            )
+        return report, "" if report is None else f" {report.sentence}"
 
     def _description(self, report: DriftReport, worst: ComparedRow) -> str:
         position = worst.positions[report.position]

@@ -30,11 +30,10 @@ from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.rollout.audit import evidence
-from cb_rollout.rollout.audit.draw import draw_test
 from cb_rollout.rollout.audit.evidence import Prediction
 from cb_rollout.rollout.audit.forwards import Change, Forwards
 from cb_rollout.rollout.audit.hypotheses import Hypothesis, hypotheses, layer_hypotheses
-from cb_rollout.rollout.audit.readouts import OFF, Readouts, processed
+from cb_rollout.rollout.audit.readouts import Readouts
 from cb_rollout.rollout.audit.report import AuditReport, Cause, Evidence
 from cb_rollout.types import GenerationOutput
 
@@ -49,18 +48,13 @@ DOUBTFUL_MEDIAN = 1.5
 
 
 class TestedCause(NamedTuple):
-    """A cause, and how its predictions compare with the reported numbers."""
+    """A hypothesis, and how its prediction compares with the reported numbers."""
 
-    cause: Cause
-    detail: str
+    hypothesis: Hypothesis
     prediction: Prediction
     noise_N: torch.Tensor
     distances_N: torch.Tensor
     log_densities_N: torch.Tensor
-    price: float
-    """Nats for fitted parameters."""
-    is_coarse: bool
-    """True: a computation in 16 bits, whose rounding could hide another cause."""
 
 
 def audit(
@@ -90,8 +84,8 @@ def audit(
         versions: earlier weights by name or number: a state dict of the model or of its adapter, or
             a callable without arguments that returns one, called once. All are held at a time.
         tokenizer: of the model; None: causes that need one are not tested, as a retokenised prompt.
-        engine: the generator that sampled, if it is one of this package; its tokenizer and its
-            `logprobs_mode` count where none is given here.
+        engine: the generator that sampled, if it is one of this package. Its tokenizer and its
+            `logprobs_mode` count where none is given here, its copy of the weights is a version.
         sampling_params: truncation and penalties that tokens were sampled with. None: not known, so
             common values are tried, and draws are tested without them.
         logprobs_mode: a `LogprobsMode`: what the trainer takes the numbers for. "policy", the
@@ -112,13 +106,14 @@ def audit(
         raise ConfigurationError(
             f"num_sequences={num_sequences} and max_tokens={max_tokens} have to be at least 1."
         )
-    chosen = _chosen(outputs, model, num_sequences, max_tokens)
+    chosen, versions = _chosen(outputs, model, num_sequences, max_tokens), dict(versions or {})
     if engine is not None:
+        if stale := engine.stale_weights():
+            versions.setdefault("the engine's copy", stale)
         tokenizer = tokenizer or engine.tokenizer
         logprobs_mode = logprobs_mode or reported_mode(engine.config)
-    mode = LogprobsMode(logprobs_mode or LogprobsMode.POLICY)
-    is_processed = mode is LogprobsMode.PROCESSED
-    return _Auditor(chosen, model, sampling_params, is_processed).report(versions or {}, tokenizer)
+    is_processed = LogprobsMode(logprobs_mode or "policy") is LogprobsMode.PROCESSED
+    return _Auditor(chosen, model, sampling_params, is_processed).report(versions, tokenizer)
 
 
 def _chosen(
@@ -161,7 +156,7 @@ class _Auditor:
         params: SamplingParams | None,
         is_processed: bool,
     ) -> None:
-        self.outputs, self.params = outputs, params
+        self.outputs = outputs
         rows = [PackedRow(o.prompt_ids, o.generated_tokens, o.routed_experts) for o in outputs]
         self.forwards = Forwards(model, rows)
         self.lengths = [len(row.completion_ids) for row in rows]
@@ -169,14 +164,24 @@ class _Auditor:
         # Engines compute in float32, and may send more digits.
         reported_N = torch.tensor(values, dtype=torch.float32, device=self.forwards.device)
         self.reported_N = reported_N.double()
-        self.step = evidence.decimal_step(self.reported_N)
-        logits = [self.forwards.logits(number, Change()) for number in range(len(rows))]
+        logits = list(self._logits(Change()))
         temperatures = [output.temperature for output in outputs]
         self.readouts = Readouts(logits, rows, temperatures, self.reported_N, params, is_processed)
         trainer = self.readouts.of(self.readouts.claimed)
         self.rounding = self._measured_rounding(trainer)
         self.readouts.slack = LARGEST_MULTIPLE * self.rounding
-        self.clean = self._candidate(Cause.ROUNDING, "", trainer)
+        self.step_N: float | torch.Tensor = evidence.decimal_step(self.reported_N)
+        """Distance of the numbers that could be sent."""
+        cause, detail = Cause.ROUNDING, ""
+        if (dtype := evidence.short_dtype(self.reported_N)) is not None:
+            cause, detail = Cause.LOGPROBS_16BIT, str(dtype).removeprefix("torch.")
+            self.step_N = self.reported_N.abs() * torch.finfo(dtype).eps
+        self.clean = self._tested(Hypothesis(cause, detail, trainer))
+
+    def _logits(self, change: Change, num_rows: int | None = None) -> Iterator[torch.Tensor]:
+        """Yield the logits, `[T, V]`, of the first rows by a changed forward; None: of all."""
+        numbers = range(len(self.lengths))[:num_rows]
+        return (self.forwards.logits(number, change) for number in numbers)
 
     def _measured_rounding(self, trainer: Prediction) -> float:
         """Return the rounding of a logit, root-mean-square, in nats.
@@ -189,7 +194,8 @@ class _Auditor:
         sizes_N, own_N = trainer.sizes_N[:num_tokens], trainer.logprobs_N[:num_tokens]
 
         def values() -> torch.Tensor:
-            return torch.cat([self._row(n, Change()).logprobs_N for n in range(len(rows))])
+            logits = self._logits(Change(), NUM_MEASURED)
+            return self.readouts.read(logits, self.readouts.claimed).logprobs_N
 
         is_fast = is_measurable(self.forwards.inner, sum(row.num_tokens for row in rows))
         exact_N = computed_in(higher, values) if is_fast else None
@@ -198,145 +204,65 @@ class _Auditor:
         noise = float(((own_N - exact_N) / sizes_N).square().mean().sqrt())
         return max(noise, ROUNDING * torch.finfo(dtype).eps)
 
-    def _row(self, number: int, change: Change) -> Prediction:
-        """Return what a forward predicts for one sequence."""
-        row = self.forwards.rows[number]
-        logits_TV = self.forwards.logits(number, change)
-        claimed, slack = self.readouts.claimed, self.readouts.slack
-        logprobs_TV = processed(logits_TV, row, claimed, self.outputs[number].temperature, slack)
-        tokens_T = torch.tensor(row.completion_ids, device=logprobs_TV.device)
-        return evidence.prediction(logprobs_TV, tokens_T)
-
-    def _predicted(self, change: Change, *, is_whole: bool = True) -> Prediction:
-        """Return what a changed forward predicts.
-
-        Unless `is_whole`, sequences after those that refute it are not computed: they are taken to
-        be as far off.
-        """
-        rows, num_tokens = [], 0
-        for number, length in enumerate(self.lengths):
-            rows.append(self._row(number, change))
-            num_tokens += length
-            own, seen_N = evidence.joined(rows), self.reported_N[:num_tokens]
-            distances_N = evidence.differences(seen_N, own.logprobs_N)
-            limit = evidence.max_outliers(len(self.reported_N))
-            if not is_whole and evidence.num_outliers(distances_N, self._noise(own)) > limit:
-                rest_N = self.reported_N[num_tokens:] - distances_N.mean()
-                sizes_N = self.clean.prediction.sizes_N[num_tokens:]
-                return evidence.joined([own, Prediction(rest_N, sizes_N)])
-        return evidence.joined(rows)
-
-    def _noise(self, own: Prediction, extra_N: float | torch.Tensor = 0.0) -> torch.Tensor:
-        """Return the rounding of predictions and reports, `[N]`; `extra_N`: of a cause itself."""
-        noise_N = (self.rounding * own.sizes_N).square() + self.step**2 / 12
-        return (noise_N + torch.as_tensor(extra_N, device=noise_N.device).square()).sqrt()
-
-    def _candidate(
-        self,
-        cause: Cause,
-        detail: str,
-        own: Prediction,
-        price: float = 0.0,
-        extra_N: float | torch.Tensor = 0.0,
-    ) -> TestedCause:
-        noise_N = self._noise(own, extra_N)
+    def _tested(self, hypothesis: Hypothesis) -> TestedCause:
+        own, extra = hypothesis.effect, 0.0
+        if isinstance(own, Change):
+            own = self.readouts.read(self._logits(own), self.readouts.claimed)
+        if hypothesis.noise_share:
+            moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
+            extra = hypothesis.noise_share * float(moved_N.square().mean().sqrt())
+        noise_N = (self.rounding * own.sizes_N).square() + self.step_N**2 / 12 + extra**2
+        noise_N = noise_N.sqrt()
         distances_N = evidence.differences(self.reported_N, own.logprobs_N)
         densities_N = evidence.log_densities(distances_N, noise_N)
-        return TestedCause(cause, detail, own, noise_N, distances_N, densities_N, price, False)
-
-    def _tested(self, hypothesis: Hypothesis) -> TestedCause:
-        # A version is held against each sequence later on.
-        is_whole = hypothesis.noise_share > 0 or hypothesis.cause is Cause.OLDER_VERSION
-        own = self._predicted(hypothesis.change, is_whole=is_whole)
-        return self._coarse(hypothesis.cause, hypothesis.detail, own, hypothesis.noise_share)
-
-    def _coarse(
-        self, cause: Cause, detail: str, own: Prediction, share: float, price: float = 0.0
-    ) -> TestedCause:
-        """Compare a prediction that has rounding of its own, if `share` is above 0."""
-        moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
-        extra = share * float(moved_N.square().mean().sqrt())
-        found = self._candidate(cause, detail, own, price, extra)
-        return found._replace(is_coarse=share > 0)
-
-    def _short(self, dtype: torch.dtype) -> TestedCause:
-        """Return the cause that numbers are of 16 bits, where each of them is."""
-        own = self.clean.prediction
-        half_step_N = own.logprobs_N.abs() * torch.finfo(dtype).eps / 2
-        detail = str(dtype).removeprefix("torch.")
-        found = self._candidate(Cause.LOGPROBS_16BIT, detail, own, extra_N=half_step_N)
-        # A number on a coarse grid is as probable as all float32 numbers around it.
-        spare_N = (self.reported_N != 0) * evidence.SPARE_NATS[dtype]
-        return found._replace(log_densities_N=found.log_densities_N + spare_N)
+        return TestedCause(hypothesis, own, noise_N, distances_N, densities_N)
 
     def report(self, versions: Mapping[Any, Any], tokenizer: Any) -> AuditReport:
         """Test every cause, and return the report."""
         weights = {str(name): self.forwards.weights_of(own) for name, own in versions.items()}
         words = None if tokenizer is None else text_tokenizer(tokenizer)
-        found = [self.clean]
-        for own in self.readouts.all():
-            price = own.num_fitted * math.log(len(self.reported_N)) / 2
-            found.append(self._coarse(*own[:3], own.noise_share, price))
-        dtype = evidence.short_dtype(self.reported_N)
-        found += [self._short(dtype)] if dtype else []
+        found = [self.clean, *map(self._tested, self.readouts.all())]
         for hypothesis in hypotheses(self.forwards, weights, words):
             found.append(self._tested(hypothesis))
             if hypothesis.cause is Cause.OLDER_VERSION:
-                found += self._updated(found[-1], hypothesis)
+                found += map(self._tested, self._updated(found[-1]))
         ranking = self._ranked(found)
         multiple = float((self.clean.distances_N / self.clean.noise_N).median())
         is_doubtful = ranking[0][0] is self.clean and multiple > DOUBTFUL_MEDIAN
         if weights and (is_doubtful or not ranking[0][1].explains):
-            layers = list(layer_hypotheses(weights))
-            price = math.log(len(layers))
-            found += (self._tested(layer)._replace(price=price) for layer in layers)
+            found += map(self._tested, layer_hypotheses(weights))
             ranking = self._ranked(found)
         best, first = ranking[0]
-        is_rounding = first.explains and best is self.clean
-        draw = draw_test(self.readouts, self.params or OFF) if is_rounding else None
-        results = tuple(result for _, result in ranking)
+        is_rounding = first.explains and first.cause is Cause.ROUNDING
         return AuditReport(
-            results,
-            draw,
+            tuple(result for _, result in ranking),
+            self.readouts.draw_z_score() if is_rounding else None,
             self._starts(best if first.explains else self.clean),
             len(self.reported_N),
         )
 
-    def _updated(self, older: TestedCause, hypothesis: Hypothesis) -> Iterator[TestedCause]:
+    def _updated(self, older: TestedCause) -> Iterator[Hypothesis]:
         """Yield the causes of weights that changed while sequences were sampled.
 
         Each sequence has its own number of tokens from the version before.
         """
-        price, detail = 2.0 * len(self.lengths), hypothesis.detail
+        detail, num_fitted = older.hypothesis.detail, len(self.lengths)
         counts = self._leading(older, self.clean.log_densities_N)
-        places_N = torch.cat([torch.arange(n) for n in self.lengths])
-        counts_N = torch.tensor(counts).repeat_interleave(torch.tensor(self.lengths))
-        is_old_N = (places_N < counts_N).to(self.reported_N.device)
+        is_old = [torch.arange(n) < count for n, count in zip(self.lengths, counts, strict=True)]
+        is_old_N = torch.cat(is_old).to(self.reported_N.device)
         both = zip(older.prediction, self.clean.prediction, strict=True)
         mixed = Prediction(*(torch.where(is_old_N, a, b) for a, b in both))
-        yield self._candidate(Cause.UPDATED, detail, mixed, price)
-        if "past_key_values" not in self.forwards.argument_names:
-            return
-        prompts = [len(row.prompt_ids) for row in self.forwards.rows]
-        kept = []
-        for ends in (counts, self._leading(older, self._unsure(older))):
+        yield Hypothesis(Cause.UPDATED, detail, mixed, num_fitted)
+        if "past_key_values" in self.forwards.argument_names:
+            # Neither version explains a token of new weights and old keys.
+            others_N = torch.maximum(self.clean.log_densities_N, self._unsure(older))
+            prompts = [len(row.prompt_ids) for row in self.forwards.rows]
+            counts = self._leading(older, others_N)
             # The last sampled token has no key yet.
-            cached = [n + count - 1 for n, count in zip(prompts, ends, strict=True)]
-            change = Change(cached_weights=hypothesis.change.weights, num_cached=cached)
-            own = self._predicted(change)
-            kept.append(self._candidate(Cause.OLD_KEYS_KEPT, detail, own, price))
-        yield self._joined(kept)
-
-    def _joined(self, found: Sequence[TestedCause]) -> TestedCause:
-        """Return the candidate that has for each sequence the prediction of the likeliest one."""
-        sums = torch.stack(
-            [torch.stack([x.sum() for x in c.log_densities_N.split(self.lengths)]) for c in found]
-        )
-        best_N = sums.argmax(0).cpu().repeat_interleave(torch.tensor(self.lengths))
-        best_1N = best_N.to(self.reported_N.device)[None]
-        fields = zip(*(own.prediction for own in found), strict=True)
-        own = Prediction(*(torch.stack(field).gather(0, best_1N)[0] for field in fields))
-        return self._candidate(found[0].cause, found[0].detail, own, found[0].price)
+            cached = [n + count - 1 for n, count in zip(prompts, counts, strict=True)]
+            assert isinstance(older.hypothesis.effect, Change)
+            change = Change(cached_weights=older.hypothesis.effect.weights, num_cached=cached)
+            yield Hypothesis(Cause.OLD_KEYS_KEPT, detail, change, num_fitted)
 
     def _leading(self, older: TestedCause, other_N: torch.Tensor) -> list[int]:
         """Return how many leading tokens of each sequence a version explains better."""
@@ -348,24 +274,25 @@ class _Auditor:
         return evidence.log_densities(DOUBTFUL_MULTIPLE * own.noise_N, own.noise_N)
 
     def _ranked(self, found: Sequence[TestedCause]) -> list[tuple[TestedCause, Evidence]]:
-        """Return the candidates, the best first: likelihood if they explain, else distance."""
-        clean, ranking = self.clean, []
+        """Return the causes, the best first: likelihood if they explain, else distance."""
+        clean, ranking, num_tokens = self.clean, [], len(self.reported_N)
         for own in found:
-            nats = float((own.log_densities_N - clean.log_densities_N).sum()) - own.price
+            cause, detail, _, num_fitted, noise_share = own.hypothesis
+            gain = float((own.log_densities_N - clean.log_densities_N).sum())
+            nats = gain - num_fitted * math.log(num_tokens) / 2
+            distance = float(own.distances_N.mean())
             predicted_N = own.prediction.logprobs_N.clamp(min=-evidence.LARGEST_DIFFERENCE)
             agreement = agrees(self.reported_N[:, None], predicted_N[:, None], own.noise_N)
             explains = evidence.explains(own.distances_N, own.noise_N)
             if own is clean:
                 # One number beyond rounding is a difference.
                 explains = bool(agreement)
-            elif own.is_coarse:
+            elif noise_share:
                 # Another cause leaves the numbers closer to the trainer's than to these.
-                explains &= float(own.distances_N.mean()) < 0.9 * float(clean.distances_N.mean())
-            per_token = nats / len(self.reported_N)
-            result = Evidence(own.cause, own.detail, per_token, explains, agreement)
+                explains &= distance < 0.9 * float(clean.distances_N.mean())
             order = -max(nats, evidence.LEAST_EVIDENCE * (own is clean))
-            rank = order if explains else float(own.distances_N.mean())
-            ranking.append(((not explains, rank), own, result))
+            result = Evidence(cause, detail, nats / num_tokens, explains, agreement)
+            ranking.append(((not explains, order if explains else distance), own, result))
         return [(own, result) for _, own, result in sorted(ranking, key=lambda entry: entry[0])]
 
     def _starts(self, best: TestedCause) -> dict[str, int | None]:

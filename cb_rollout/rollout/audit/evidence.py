@@ -8,7 +8,6 @@ N: tokens of all sequences, T: tokens of one, V: vocabulary.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,9 +32,6 @@ LEAST_EVIDENCE = 20.0
 # Log-density of Student's t with three degrees of freedom, at 0.
 _LOG_PEAK = math.log(2 / (math.pi * math.sqrt(3)))
 
-# Bits that float32 has and a shorter dtype has not, in nats.
-SPARE_NATS = {torch.bfloat16: 16 * math.log(2), torch.float16: 13 * math.log(2)}
-
 
 class Prediction(NamedTuple):
     """Log-probabilities of the sampled tokens under a hypothesis, float64."""
@@ -53,11 +49,6 @@ def prediction(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor) -> Prediction:
     return Prediction(chosen_N, variances_N.clamp(min=LEAST_SENSITIVITY**2).sqrt())
 
 
-def joined(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the predictions of several sequences, one after the other."""
-    return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
-
-
 def decimal_step(values_N: torch.Tensor) -> float:
     """Return the step of numbers that were written with at most five decimals, else 0."""
     for decimals in range(1, 6):
@@ -72,7 +63,8 @@ def short_dtype(values_N: torch.Tensor) -> torch.dtype | None:
     values_N = values_N[values_N != 0]
     if len(values_N.unique()) < 8:
         return None
-    return next((d for d in SPARE_NATS if torch.equal(values_N.to(d).double(), values_N)), None)
+    dtypes = (torch.bfloat16, torch.float16)
+    return next((d for d in dtypes if torch.equal(values_N.to(d).double(), values_N)), None)
 
 
 def differences(reported_N: torch.Tensor, predicted_N: torch.Tensor) -> torch.Tensor:
@@ -87,20 +79,12 @@ def log_densities(distances_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Ten
     return _LOG_PEAK - 2 * ((distances_N / scale_N).square() / 3).log1p() - scale_N.log()
 
 
-def num_outliers(distances_N: torch.Tensor, noise_N: torch.Tensor) -> int:
-    """Return the number of tokens that the noise does not reach."""
-    return int((distances_N > LARGEST_MULTIPLE * noise_N).sum())
-
-
-def max_outliers(num_tokens: int) -> int:
-    """Return the number of such tokens that a cause may leave."""
-    return max(1, int(MAX_OUTLIERS * num_tokens))
-
-
 def explains(distances_N: torch.Tensor, noise_N: torch.Tensor) -> bool:
     """Return whether a cause accounts for the reported numbers, but for a few of them."""
-    is_typical = float((distances_N / noise_N).median()) <= TYPICAL_MULTIPLE
-    return is_typical and num_outliers(distances_N, noise_N) <= max_outliers(len(noise_N))
+    multiples_N = distances_N / noise_N
+    num_outliers = int((multiples_N > LARGEST_MULTIPLE).sum())
+    is_typical = float(multiples_N.median()) <= TYPICAL_MULTIPLE
+    return is_typical and num_outliers <= max(1, int(MAX_OUTLIERS * len(noise_N)))
 
 
 def first_of_suffix(gains_T: torch.Tensor) -> int | None:

@@ -41,10 +41,8 @@ class Change:
     weights: Weights = field(default_factory=dict)
     prompts: Sequence[Sequence[int]] | None = None
     """Prompts that take the place of the recorded ones."""
-    prompt_offsets: Sequence[int] | None = None
-    """Added to all positions of each sequence."""
-    completion_offset: int = 0
-    """Added to the positions of completion tokens."""
+    offsets: Sequence[tuple[int, int]] | None = None
+    """Added to the positions of each sequence's prompt, and of its completion."""
     cached_weights: Weights | None = None
     """Weights that computed the keys of the first tokens; None: none are cached."""
     num_cached: Sequence[int] = ()
@@ -85,16 +83,14 @@ class Forwards:
         ids_1S = torch.tensor([[*prompt, *row.completion_ids[:-1]]], device=self.device)
         T, S = len(row.completion_ids), ids_1S.shape[1]
         settings: dict[str, Any] = without_router_logits(self.inner)
-        if change.prompts is not None:
-            # Another model's padding tokens are tokens here.
+        if change.offsets is not None:
+            of_prompt, of_completion = change.offsets[number]
+            positions_1S = torch.arange(S, device=self.device)[None] + of_prompt
+            positions_1S[:, len(prompt) :] += of_completion - of_prompt
+            settings["position_ids"] = positions_1S
+        if change.offsets is not None or change.prompts is not None:
+            # Padding is attended to, and a jump of positions begins no other packed row.
             settings["attention_mask"] = torch.ones_like(ids_1S)
-        if change.prompt_offsets is not None or change.completion_offset:
-            positions_1S = torch.arange(S, device=self.device)[None]
-            positions_1S[:, len(prompt) :] += change.completion_offset
-            if change.prompt_offsets is not None:
-                positions_1S += change.prompt_offsets[number]
-            # Without a mask, transformers takes a jump of positions for another packed row.
-            settings |= {"position_ids": positions_1S, "attention_mask": torch.ones_like(ids_1S)}
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.inner))
             if change.head_dtype is not None:
@@ -109,8 +105,7 @@ class Forwards:
             return self._call(change.weights, ids_1S, **settings).logits[0][-T:].float()
 
     def _call(self, weights: Weights, ids_1S: torch.Tensor, **settings: Any) -> Any:
-        arguments = {"input_ids": ids_1S, **settings}
-        return functional_call(self.inner, dict(weights), (), arguments)
+        return functional_call(self.inner, dict(weights), (), {"input_ids": ids_1S, **settings})
 
     def _with_old_keys(
         self, ids_1S: torch.Tensor, number: int, change: Change, settings: dict[str, Any]
@@ -162,12 +157,21 @@ class Forwards:
             elif not name.endswith("lm_head.weight"):
                 # A tied head may be saved too; it follows the embedding.
                 unknown.append(name)
+        if not any("lora_" in name for name in state):
+            # A merged copy, or a base model.
+            weights |= without_adapters(self.inner)
         if unknown or not weights:
             raise ConfigurationError(
                 f"a version holds tensors that {type(self.inner).__name__} has no place for: "
                 f"{abbreviated(unknown) or 'none at all'}; pass a state dict of the model."
             )
         return weights
+
+
+def without_adapters(model: torch.nn.Module) -> Weights:
+    """Return tensors that leave out the LoRA adapters: zeros for one factor of each product."""
+    own = model.named_parameters()
+    return {n: torch.zeros_like(p) for n, p in own if "lora_" in n and "_B" in n}
 
 
 def _spelled(name: str) -> str:

@@ -5,15 +5,17 @@ Owns which changes are worth a forward, for a model and for what the caller pass
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
+from contextlib import suppress
+from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 import torch
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights
+from cb_rollout.rollout.audit.evidence import Prediction
+from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights, without_adapters
 from cb_rollout.rollout.audit.report import Cause
-from cb_rollout.weights.adapters import has_adapters, low_ranks_of
+from cb_rollout.weights.adapters import low_ranks_of
 
 # Blocks of vLLM, SGLang and this package: whole ones are found again.
 BLOCK_SIZES = (16, 32)
@@ -25,11 +27,14 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
 
 class Hypothesis(NamedTuple):
-    """One cause, and the forward that it implies."""
+    """One cause, and what follows from it."""
 
     cause: Cause
     detail: str
-    change: Change
+    effect: Change | Prediction
+    """The forward that it implies, or what it reads from logits that are there already."""
+    num_fitted: int = 0
+    """Parameters that were fitted to the reported numbers."""
     noise_share: float = 0.0
     """Its own rounding, as a share of how far it moves log-probabilities; 0: the trainer's."""
 
@@ -67,26 +72,22 @@ def _stale_prompts(forwards: Forwards, name: str, weights: Weights) -> Iterator[
 
 def _adapters(inner: torch.nn.Module) -> Iterator[Hypothesis]:
     """Yield an adapter left out, taken for another, applied twice, or merged in 16 bits."""
-    if not has_adapters(inner):
+    without, own = without_adapters(inner), dict(inner.named_parameters())
+    if not without:
         return
-    own = dict(inner.named_parameters())
-    without = {n: torch.zeros_like(p) for n, p in own.items() if "lora_" in n and "_B" in n}
     yield Hypothesis(Cause.NO_ADAPTER, "base model", Change(without))
+    yield Hypothesis(Cause.ADAPTER_TWICE, "", Change({name: 2 * own[name] for name in without}))
     layers: list[Any] = [module for module in inner.modules() if hasattr(module, "lora_B")]
-    active = {name for layer in layers for name in layer.active_adapters}
-    for other in sorted({name for layer in layers for name in layer.lora_B} - active):
-        mine = f".{min(active)}."
-        pairs = ((name.replace(f".{other}.", mine), p) for name, p in own.items())
-        swapped = {name: p for name, p in pairs if mine in name and p is not own.get(name)}
+    active = sorted({name for layer in layers for name in layer.active_adapters})
+    others = sorted({name for layer in layers for name in layer.lora_B} - {*active})
+    for mine, other in product(active[:1], others):
+        pairs = ((name.replace(f".{other}.", f".{mine}."), p) for name, p in own.items())
+        swapped = {n: p for n, p in pairs if f".{mine}." in n and p is not own.get(n)}
         yield Hypothesis(Cause.OTHER_ADAPTER, other, Change(swapped))
-    try:
-        merged = _merged(inner)
-    except ConfigurationError:
-        # Adapters that are no low-rank product, such as DoRA's.
-        return
-    yield Hypothesis(Cause.ADAPTER_TWICE, "", Change(merged))
-    rounded = {name: w.bfloat16().to(w.dtype) for name, w in merged.items()}
-    yield Hypothesis(Cause.ADAPTER_MERGED, "bfloat16", Change({**rounded, **without}))
+    with suppress(ConfigurationError):
+        # Refuses adapters that are no low-rank product, such as DoRA's.
+        rounded = {name: w.bfloat16().to(w.dtype) for name, w in _merged(inner).items()}
+        yield Hypothesis(Cause.ADAPTER_MERGED, "bfloat16", Change({**rounded, **without}))
 
 
 def _merged(inner: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -144,14 +145,12 @@ def _prompts(
 
 def _positions(lengths: Sequence[int]) -> Iterator[Hypothesis]:
     """Yield positions that are counted otherwise, for prompts of these lengths."""
-    for offset in OFFSETS:
-        change = Change(completion_offset=offset)
-        yield Hypothesis(Cause.POSITIONS, f"completions by {offset:+d}", change)
-        if offset > 0:
-            change = Change(prompt_offsets=[offset] * len(lengths))
-            yield Hypothesis(Cause.POSITIONS, f"all by {offset:+d}", change)
-    padding = [max(lengths) - length for length in lengths]
-    yield Hypothesis(Cause.POSITIONS, "padding counted", Change(prompt_offsets=padding))
+    longest = max(lengths)
+    tried = {f"completions by {by:+d}": [(0, by)] * len(lengths) for by in OFFSETS}
+    tried |= {f"all by {by:+d}": [(by, by)] * len(lengths) for by in OFFSETS if by > 0}
+    tried["padding counted"] = [(longest - length, longest - length) for length in lengths]
+    for detail, offsets in tried.items():
+        yield Hypothesis(Cause.POSITIONS, detail, Change(offsets=offsets))
 
 
 def layer_hypotheses(versions: Mapping[str, Weights]) -> Iterator[Hypothesis]:
@@ -163,4 +162,5 @@ def layer_hypotheses(versions: Mapping[str, Weights]) -> Iterator[Hypothesis]:
             # Outside the layers: embeddings, the last norm, the head.
             layers.setdefault(f"layer {match[1]}" if match else name, {})[name] = tensor
         for layer, tensors in layers.items():
-            yield Hypothesis(Cause.STALE_LAYER, f"{layer} of {version}", Change(tensors))
+            detail = f"{layer} of {version}"
+            yield Hypothesis(Cause.STALE_LAYER, detail, Change(tensors), num_fitted=1)

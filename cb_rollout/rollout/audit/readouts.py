@@ -1,13 +1,13 @@
 """Read log-probabilities from logits in the ways that engines report them.
 
-Owns temperature, penalties, truncation and short dtypes. Runs no model.
+Owns temperature, penalties, truncation and short dtypes, and the test of the draw. Runs no model.
 
 N: tokens of all sequences, T: completion tokens, V: vocabulary, M: most likely tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.sampling.truncation import create_truncation, truncate
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.rollout.audit.evidence import Prediction, prediction
+from cb_rollout.rollout.audit.hypotheses import Hypothesis
 from cb_rollout.rollout.audit.report import Cause
 
 # Most likely tokens among which truncation is looked for.
@@ -30,21 +31,13 @@ NUM_NEWTON_STEPS = 20
 # Share of a distribution beyond which what was removed tells too little.
 MOST_MASS = 0.98
 
+# Log-probability of an excluded token: far, and finite.
+EXCLUDED = -1e4
+
 PENALTY_FIELDS = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 CAUSES = {"top_k": Cause.TOP_K, "top_p": Cause.TOP_P, "min_p": Cause.MIN_P}
 CAUSES |= dict.fromkeys(PENALTY_FIELDS, Cause.PENALTIES)
 OFF = SamplingParams()
-
-
-class Readout(NamedTuple):
-    """A way to read log-probabilities from the trainer's logits."""
-
-    cause: Cause
-    detail: str
-    prediction: Prediction
-    num_fitted: int = 0
-    noise_share: float = 0.0
-    """Rounding of its own, as `Hypothesis.noise_share`."""
 
 
 def processed(
@@ -88,68 +81,80 @@ def _penalised(logits_TV: torch.Tensor, row: PackedRow, params: SamplingParams) 
     return logits_TV
 
 
+@dataclass
 class Readouts:
     """The readouts of the trainer's logits that can explain reported numbers."""
 
-    def __init__(
-        self,
-        logits: Sequence[torch.Tensor],
-        rows: Sequence[PackedRow],
-        temperatures: Sequence[float],
-        reported_N: torch.Tensor,
-        params: SamplingParams | None,
-        is_processed: bool,
-    ) -> None:
-        """Take each row's logits, `[T, V]`, and temperature; `params`: None if not known."""
-        self.logits, self.rows, self.temperatures = logits, rows, temperatures
-        self.reported_N, self.params, self.is_processed = reported_N, params, is_processed
-        self.slack = 0.0
-        """Nats by which rounding may exclude a sampled token."""
-        self.claimed = (is_processed and params) or OFF
-        """What the trainer takes the numbers for."""
-        tokens = [token for row in rows for token in row.completion_ids]
-        self.tokens_N = torch.tensor(tokens, device=reported_N.device)
+    logits: Sequence[torch.Tensor]
+    """Of each row, `[T, V]`, float32."""
+    rows: Sequence[PackedRow]
+    temperatures: Sequence[float]
+    """Of each row."""
+    reported_N: torch.Tensor
+    params: SamplingParams | None
+    """None: not known."""
+    is_processed: bool
+    slack: float = 0.0
+    """Nats by which rounding may exclude a sampled token."""
+
+    @property
+    def claimed(self) -> SamplingParams:
+        """Return what the trainer takes the numbers for."""
+        return (self.is_processed and self.params) or OFF
+
+    def read(
+        self, logits: Iterable[torch.Tensor], params: SamplingParams, factor: float = 1.0
+    ) -> Prediction:
+        """Return the prediction by logits of the first rows; `factor` multiplies temperatures."""
+        each = zip(logits, self.rows, self.temperatures, strict=False)
+        predictions = []
+        for own_TV, row, temperature in each:
+            logprobs_TV = processed(own_TV, row, params, temperature * factor, self.slack)
+            tokens_T = torch.tensor(row.completion_ids, device=logprobs_TV.device)
+            predictions.append(prediction(logprobs_TV, tokens_T))
+        return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
 
     def of(self, params: SamplingParams, factor: float = 1.0) -> Prediction:
-        """Return the prediction by these parameters; `factor` multiplies the temperatures."""
-        each = zip(self.logits, self.rows, self.temperatures, strict=True)
-        own = [processed(own, row, params, t * factor, self.slack) for own, row, t in each]
-        return self._read(own)
+        """Return the prediction by the trainer's own logits."""
+        return self.read(self.logits, params, factor)
 
-    def _read(self, logprobs: Sequence[torch.Tensor]) -> Prediction:
-        return prediction(torch.cat(list(logprobs)), self.tokens_N)
-
-    def all(self) -> Iterator[Readout]:
+    def all(self) -> Iterator[Hypothesis]:
         """Yield every readout but the claimed one."""
         if any(t != 1 for t in self.temperatures):
-            raw = [own.log_softmax(-1) for own in self.logits]
-            yield Readout(Cause.TEMPERATURE, "not applied", self._read(raw))
+            raw = (own * t for own, t in zip(self.logits, self.temperatures, strict=True))
+            yield Hypothesis(Cause.TEMPERATURE, "not applied", self.read(raw, OFF))
         factor = self._fitted_factor()
         fitted = ", ".join(f"{factor * t:.4g}" for t in dict.fromkeys(self.temperatures))
-        detail = f"temperature={fitted}"
-        yield Readout(Cause.TEMPERATURE, detail, self.of(self.claimed, factor), num_fitted=1)
-        yield from self._of_params()
-        if self.params is None:
+        own = self.of(self.claimed, factor)
+        yield Hypothesis(Cause.TEMPERATURE, f"temperature={fitted}", own, num_fitted=1)
+        if self.params is not None:
+            yield from self._of_params(self.params)
+        else:
             yield from self._truncated()
             for value in REPETITION_PENALTIES:
                 own = self.of(replace(OFF, repetition_penalty=value))
-                yield Readout(Cause.PENALTIES, f"repetition_penalty={value}", own, num_fitted=1)
-        yield from self._short()
+                detail = f"repetition_penalty={value}"
+                yield Hypothesis(Cause.PENALTIES, detail, own, num_fitted=1)
+        for dtype in (torch.bfloat16, torch.float16):
+            name = str(dtype).removeprefix("torch.")
+            own = self.read((own.to(dtype).float() for own in self.logits), OFF)
+            # Rounding in float32 turns the rounding of some logits.
+            yield Hypothesis(Cause.LOGITS_16BIT, name, own, noise_share=0.05)
+        yield from self._moved()
 
-    def _of_params(self) -> Iterator[Readout]:
+    def _of_params(self, params: SamplingParams) -> Iterator[Hypothesis]:
         """Yield the caller's parameters, each alone and all, where these are not claimed."""
-        if self.params is None:
-            return
-        names = [name for name in CAUSES if getattr(self.params, name) != getattr(OFF, name)]
-        how = "left out" if self.is_processed else "applied"
+        names = [name for name in CAUSES if getattr(params, name) != getattr(OFF, name)]
+        how, other = ("left out", OFF) if self.is_processed else ("applied", params)
         for name in names:
-            value = getattr(OFF if self.is_processed else self.params, name)
-            own = replace(self.claimed, **{name: value})
-            detail = f"{name}={getattr(self.params, name)} {how}"
-            yield Readout(CAUSES[name], detail, self.of(own))
+            own = self.of(replace(self.claimed, **{name: getattr(other, name)}))
+            yield Hypothesis(CAUSES[name], f"{name}={getattr(params, name)} {how}", own)
         if len(names) > 1:
-            own = OFF if self.is_processed else self.params
-            yield Readout(Cause.SAMPLING_PARAMS, f"all {how}", self.of(own))
+            yield Hypothesis(Cause.SAMPLING_PARAMS, f"all {how}", self.of(other))
+
+    def _scaled(self) -> Iterator[torch.Tensor]:
+        """Yield each row's logits divided by its temperature."""
+        return (own / t for own, t in zip(self.logits, self.temperatures, strict=True))
 
     def _fitted_factor(self) -> float:
         """Return the factor of the temperatures that fits the reported numbers best.
@@ -157,27 +162,26 @@ class Readouts:
         Gauss and Newton's steps on log factor, of at most a doubling; a token's derivative is its
         expected logit less its own.
         """
-        each = zip(self.logits, self.temperatures, strict=True)
-        scaled_NV = torch.cat([logits / t for logits, t in each])
-        chosen_N = scaled_NV.gather(-1, self.tokens_N[:, None])[:, 0]
+        scaled_NV = torch.cat(list(self._scaled()))
+        tokens = [token for row in self.rows for token in row.completion_ids]
+        tokens_N1 = torch.tensor(tokens, device=scaled_NV.device)[:, None]
+        chosen_N = scaled_NV.gather(-1, tokens_N1)[:, 0]
         log_factor = torch.zeros(())
         for _ in range(NUM_NEWTON_STEPS):
             factor = log_factor.exp()
             logprobs_NV = (scaled_NV / factor).log_softmax(-1)
-            found_N = logprobs_NV.gather(-1, self.tokens_N[:, None])[:, 0]
             slopes_N = ((logprobs_NV.exp() * scaled_NV).sum(-1) - chosen_N) / factor
-            errors_N = (self.reported_N - found_N).clamp(-1, 1)
+            errors_N = (self.reported_N - logprobs_NV.gather(-1, tokens_N1)[:, 0]).clamp(-1, 1)
             step = (slopes_N * errors_N).sum() / slopes_N.square().sum().clamp(min=1e-12)
             log_factor = (log_factor + step.clamp(-0.7, 0.7).float().cpu()).clamp(-4, 4)
         return float(log_factor.exp())
 
-    def _truncated(self) -> Iterator[Readout]:
+    def _truncated(self) -> Iterator[Hypothesis]:
         """Yield top-k, top-p and min-p of common values, and of those that the numbers imply."""
         base = self.of(OFF)
-        each = zip(self.logits, self.temperatures, strict=True)
-        logprobs_NV = torch.cat([(own / t).log_softmax(-1) for own, t in each])
-        M = min(NUM_CANDIDATES, logprobs_NV.shape[1])
-        p_NM = logprobs_NV.topk(M).values.exp().double()
+        M = min(NUM_CANDIDATES, self.logits[0].shape[1])
+        likeliest = [own.log_softmax(-1).topk(M).values for own in self._scaled()]
+        p_NM = torch.cat(likeliest).exp().double()
         mass_NM, ranks_M = p_NM.cumsum(-1), torch.arange(M, device=p_NM.device)
         implied_N = (base.logprobs_N - self.reported_N).exp()
         last_N1 = (mass_NM - implied_N[:, None]).abs().argmin(-1, keepdim=True)
@@ -195,27 +199,36 @@ class Readouts:
             least_N = p_NM.masked_fill(~is_kept_NM, torch.inf).amin(-1)
             is_out_N = base.logprobs_N < least_N.log() - self.slack
             own_N = (base.logprobs_N - mass_N.log()).masked_fill(is_out_N, -torch.inf)
-            yield Readout(cause, detail, base._replace(logprobs_N=own_N), num_fitted=1)
+            yield Hypothesis(cause, detail, base._replace(logprobs_N=own_N), num_fitted=1)
 
-    def _short(self) -> Iterator[Readout]:
-        """Yield logits in 16 bits, and numbers that are of the token before or after."""
-        each = list(zip(self.logits, self.temperatures, strict=True))
-        for dtype in (torch.bfloat16, torch.float16):
-            name = str(dtype).removeprefix("torch.")
-            short = [(own.to(dtype).float() / t).log_softmax(-1) for own, t in each]
-            # Rounding in float32 turns the rounding of some logits.
-            yield Readout(Cause.LOGITS_16BIT, name, self._read(short), noise_share=0.05)
+    def _moved(self) -> Iterator[Hypothesis]:
+        """Yield the numbers of the token before and after; at an end without one, the reported."""
         claimed = self.of(self.claimed)
         lengths = [len(row.completion_ids) for row in self.rows]
         for step, name in ((1, "the token before"), (-1, "the token after")):
-            parts = claimed.logprobs_N.split(lengths), self.reported_N.split(lengths)
-            moved = [_moved(own, seen, step) for own, seen in zip(*parts, strict=True)]
+            moved = [own_T.roll(step) for own_T in claimed.logprobs_N.split(lengths)]
+            for own_T, seen_T in zip(moved, self.reported_N.split(lengths), strict=True):
+                end = 0 if step > 0 else -1
+                own_T[end] = seen_T[end]
             own = claimed._replace(logprobs_N=torch.cat(moved))
-            yield Readout(Cause.NEIGHBOUR, name, own)
+            yield Hypothesis(Cause.NEIGHBOUR, name, own)
 
+    def draw_z_score(self) -> float | None:
+        """Test that tokens were drawn from the claimed distribution; None: greedy draws none.
 
-def _moved(own_T: torch.Tensor, reported_T: torch.Tensor, step: int) -> torch.Tensor:
-    """Return the values of the token `step` before each; at the end that has none, the reported."""
-    moved_T = own_T.roll(step)
-    moved_T[0 if step > 0 else -1] = reported_T[0 if step > 0 else -1]
-    return moved_T
+        Return by how many standard deviations the mean of -logprob is above the mean entropy.
+        """
+        params = self.params or OFF
+        if params.is_greedy:
+            return None
+        surprises, variances = [], []
+        for own_TV, row, temperature in zip(self.logits, self.rows, self.temperatures, strict=True):
+            logprobs_TV = processed(own_TV, row, params, temperature).double().clamp(min=EXCLUDED)
+            tokens_T1 = torch.tensor(row.completion_ids, device=own_TV.device)[:, None]
+            p_TV = logprobs_TV.exp()
+            entropies_T = -(p_TV * logprobs_TV).sum(-1)
+            surprises.append(-logprobs_TV.gather(-1, tokens_T1)[:, 0] - entropies_T)
+            variances.append((p_TV * logprobs_TV.square()).sum(-1) - entropies_T.square())
+        surprise, variance = (float(torch.cat(x).sum()) for x in (surprises, variances))
+        # A distribution of one token has no spread.
+        return surprise / math.sqrt(max(variance, 1e-6))

@@ -8,6 +8,9 @@ from cb_rollout.engine.numerics.agreement import Agreement
 # Causes that the text of a report lists.
 NUM_LISTED = 5
 
+# Of a draw that is not the claimed one; chance passes it once in a million reports.
+LEAST_Z_SCORE = 5.0
+
 _UPDATE = "Copy the weights to the engine after every update, and check that it answers for it."
 _REPORT = "Have the engine report the numbers that the loss assumes, or the loss assume these."
 
@@ -74,34 +77,14 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawTest:
-    """The test that tokens were drawn from the distribution that the trainer claims."""
-
-    surprise: float
-    """Mean of -logprob less entropy, in nats a token; below 0: tokens are too likely."""
-    z_score: float
-    """Standard deviations of that mean from 0."""
-    p_value: float
-    """Of Kolmogorov and Smirnov's test that the tokens' randomised quantiles are uniform."""
-
-    def __bool__(self) -> bool:
-        # One false alarm in a million.
-        return abs(self.z_score) < 5 and self.p_value > 1e-6
-
-    def __str__(self) -> str:
-        verdict = "tokens fit" if self else "tokens do not fit"
-        numbers = f"z = {self.z_score:+.1f}, p = {self.p_value:.2g}"
-        return f"{verdict} the claimed distribution: {self.surprise:+.3f} nats a token ({numbers})"
-
-
-@dataclass(frozen=True, slots=True)
 class AuditReport:
     """Causes of a rollout's log-probabilities, ranked; true if rounding explains them."""
 
     evidence: tuple[Evidence, ...]
     """The best explanation first; causes that explain too little follow, the nearest first."""
-    draw: DrawTest | None
-    """Under the trainer's weights; None: tokens were not drawn, or their numbers are not these."""
+    draw_z_score: float | None
+    """Standard deviations by which the tokens' mean of -logprob is above that of the claimed
+    distribution, its entropy; None: tokens were not drawn, or their numbers are not these."""
     starts: dict[str, int | None]
     """By request id the generated token, from 0, at which the difference begins; None: nowhere."""
     num_tokens: int
@@ -112,7 +95,7 @@ class AuditReport:
         return self.evidence[0].cause if self.evidence[0].explains else None
 
     def __bool__(self) -> bool:
-        return self.cause is Cause.ROUNDING and (self.draw is None or bool(self.draw))
+        return self.cause is Cause.ROUNDING and abs(self.draw_z_score or 0.0) < LEAST_Z_SCORE
 
     @property
     def sentence(self) -> str:
@@ -128,8 +111,9 @@ class AuditReport:
         if self:
             return f"Rounding explains {self.num_tokens:,} log-probabilities."
         return (
-            f"Log-probabilities are right, but {self.draw}. Pass truncation and penalties as "
-            "sampling_params; else the engine samples otherwise than it reports."
+            "Log-probabilities are right, but tokens do not fit the claimed distribution (z = "
+            f"{self.draw_z_score:+.1f}). Pass truncation and penalties as sampling_params; else "
+            "the engine samples otherwise than it reports."
         )
 
     def __str__(self) -> str:

@@ -53,8 +53,8 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
         step=arguments.step,
         temperature=arguments.temperature,
     )
-    own = {name: getattr(arguments, name) for name in TRUNCATION}
-    own = {name: value for name, value in own.items() if value is not None}
+    given = ((name, getattr(arguments, name)) for name in TRUNCATION)
+    own = {name: value for name, value in given if value is not None}
     params = SamplingParams(temperature=arguments.temperature, **own) if own else None
     dtype, device = arguments.dtype, arguments.device
     report = audit(

@@ -90,7 +90,7 @@ def test_rollouts_of_the_engine_are_no_alarm(settings):
     # Top-p that the audit is not told of is seen in the tokens, as the numbers are right.
     report = cb_rollout.audit(outputs.values(), setting.model)
     assert report.cause is Cause.ROUNDING
-    assert report.draw.surprise < 0
+    assert report.draw_z_score < 0
 
 
 def test_experts_that_the_rollout_chose_otherwise_are_the_cause(settings):
@@ -121,6 +121,49 @@ def test_an_older_adapter_is_a_version_as_peft_saves_it(settings):
     report = cb_rollout.audit(outputs, setting.model, versions=versions)
     assert report.cause is Cause.OLDER_VERSION
     assert report.evidence[0].detail == "3"
+
+
+def test_settings_and_tokenizer_of_the_engine_count(settings):
+    setting = settings("llama", torch.float32)
+    params = SamplingParams(max_new_tokens=NUM_NEW, top_p=0.9)
+    config = RolloutConfig(seed=0, logprobs_mode="processed")
+    with RolloutGenerator(setting.model, config, tokenizer=setting.tokenizer) as generator:
+        outputs = list(generator.generate_batch(setting.prompts, sampling_params=params).values())
+        report = cb_rollout.audit(outputs, setting.model, engine=generator, sampling_params=params)
+        assert report, str(report)
+        # This cause needs a tokenizer.
+        assert Cause.RETOKENISED in {own.cause for own in report.evidence}
+        # What the caller says comes first.
+        report = cb_rollout.audit(
+            *(outputs, setting.model),
+            engine=generator,
+            sampling_params=params,
+            logprobs_mode="policy",
+        )
+        assert report.cause is Cause.TOP_P
+    report = cb_rollout.audit(outputs, setting.model, sampling_params=params)
+    assert report.cause is Cause.TOP_P
+    assert Cause.RETOKENISED not in {own.cause for own in report.evidence}
+
+
+def test_the_copy_of_the_engine_is_a_version(settings):
+    """A copy has its adapters merged."""
+    setting = settings("llama", torch.float32)
+    model = copy.deepcopy(setting.model)
+    params = SamplingParams(max_new_tokens=NUM_NEW)
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy")) as generator:
+        assert generator.stale_weights() == {}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if ".lora_B.default" in name:
+                    p *= 0.7
+        outputs = list(generator.generate_batch(setting.prompts, sampling_params=params).values())
+        report = cb_rollout.audit(outputs, model, engine=generator)
+        assert report.cause is Cause.OLDER_VERSION, str(report)
+        assert report.evidence[0].detail == "the engine's copy"
+        generator.sync_weights()
+        assert generator.stale_weights() == {}
+    assert cb_rollout.audit(outputs, model).cause is None
 
 
 def test_nothing_of_the_model_is_changed(clean):
@@ -166,7 +209,7 @@ def test_tokens_that_were_drawn_otherwise_than_claimed_are_an_alarm(settings):
     report = cb_rollout.audit(sharp.sample(setting.prompts * 4, NUM_NEW), setting.model)
     assert report.cause is Cause.ROUNDING
     assert not report
-    assert report.draw.z_score < -5
+    assert report.draw_z_score < -5
     assert "tokens do not fit the claimed distribution" in report.sentence
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cb_rollout.rollout.audit import evidence
-from cb_rollout.rollout.audit.report import AuditReport, Cause, DrawTest, Evidence
+from cb_rollout.rollout.audit.report import AuditReport, Cause, Evidence
 
 
 def test_a_certain_token_is_exact_and_an_uncertain_one_is_not():
@@ -72,6 +72,6 @@ def test_every_cause_has_a_sentence_and_advice(cause):
 
 def test_a_report_is_no_alarm_only_if_numbers_and_draws_are_right():
     own = Evidence(Cause.ROUNDING, "", 0.0, True, None)
-    assert AuditReport((own,), DrawTest(0.0, 1.0, 0.5), {}, 10)
-    assert not AuditReport((own,), DrawTest(0.0, 6.0, 0.5), {}, 10)
-    assert not AuditReport((own,), DrawTest(0.0, 1.0, 1e-9), {}, 10)
+    assert AuditReport((own,), 1.0, {}, 10)
+    assert not AuditReport((own,), 6.0, {}, 10)
+    assert not AuditReport((own,), -6.0, {}, 10)

@@ -117,9 +117,18 @@ def test_a_file_without_numbers_is_refused(tmp_path):
 
 def test_the_command_says_the_cause_and_exits_by_it(tmp_path, checkpoints, capsys):
     new, old = map(str, checkpoints)
-    record_run(tmp_path, rollout(0))
+    outputs = rollout(0)
+    record_run(tmp_path, outputs)
     assert main(["audit", str(tmp_path), "--model", new]) == 0
     assert capsys.readouterr().out.startswith("Rounding explains 1")
     assert main(["audit", str(tmp_path), "--model", old, "--version", new]) == 1
     assert f"Log-probabilities differ by: older version ({new})." in capsys.readouterr().out
+    assert main(["audit", str(tmp_path), "--model", old, "--version", new, "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["cause"] == said["evidence"][0]["cause"] == "older version"
+    assert said["sentence"].startswith(f"Log-probabilities differ by: older version ({new}).")
+    assert (
+        said["evidence"][0]["agreement"]["largest"] < 1e-4 < said["evidence"][0]["nats_per_token"]
+    )
+    assert said["num_tokens"] == sum(len(own.generated_tokens) for own in outputs)
     assert main(["audit", str(tmp_path / "nothing.jsonl"), "--model", new]) == 2

@@ -1,0 +1,58 @@
+"""Audit the sequences on which a drift guard tripped.
+
+Owns what an audit may cost a training that goes on. No exception of an audit leaves it. Called by
+the thread that trains.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.memory.device import memory
+from cb_rollout.rollout.audit.auditor import audit
+from cb_rollout.rollout.audit.report import AuditReport
+from cb_rollout.types import GenerationOutput
+
+# Enough for a cause that is larger than rounding.
+MAX_SEQUENCES, MAX_TOKENS = 4, 128
+
+# Copies of the weights, and of the logits, that an audit holds at a time.
+WEIGHT_COPIES, LOGIT_COPIES = 2, 8
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def audit_drift(
+    outputs: Sequence[GenerationOutput], model: torch.nn.Module, **arguments: Any
+) -> AuditReport | None:
+    """Return why log-probabilities drifted; None: the audit failed, or memory is short.
+
+    Takes the arguments of `audit`. Looks at the first `MAX_SEQUENCES` sequences, which should have
+    at most `MAX_TOKENS` tokens each.
+    """
+    try:
+        if not outputs or not _has_room(model):
+            return None
+        max_tokens = MAX_SEQUENCES * MAX_TOKENS
+        report = audit(outputs[:MAX_SEQUENCES], model, max_tokens=max_tokens, **arguments)
+    except Exception:
+        # The run must not end by what explains its numbers.
+        _LOGGER.info("the drift could not be audited", exc_info=True)
+        return None
+    _LOGGER.info("%s", report)
+    return report
+
+
+def _has_room(model: torch.nn.Module) -> bool:
+    inner = hf_compat.unwrap(model)
+    weights = list(inner.parameters())
+    num_bytes = WEIGHT_COPIES * sum(weight.nbytes for weight in weights)
+    num_logits = MAX_SEQUENCES * MAX_TOKENS * hf_compat.vocab_size(inner)
+    num_bytes += LOGIT_COPIES * num_logits * torch.float32.itemsize
+    free_bytes = memory(weights[0].device).free_bytes
+    if num_bytes > free_bytes:
+        _LOGGER.info("no audit of the drift: %d bytes needed, %d free", num_bytes, free_bytes)
+    return num_bytes <= free_bytes
