@@ -65,13 +65,12 @@ class LiveReport(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: LiveReport
-
     def do_GET(self) -> None:
         """Answer with the report, or a page of sequences."""
         # A page of another site may name this address by a host of its own.
         if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
             return self.send_error(HTTPStatus.FORBIDDEN, "open the address that was printed")
+        assert isinstance(self.server, LiveReport)
         folder, _, name = self.path.lstrip("/").rpartition("/")
         page = self.server.page_of_step(name) if folder == PAGES_DIR else None
         if not folder and name in ("", "report.html"):
@@ -86,5 +85,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
         return None
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Print no line for each request."""
