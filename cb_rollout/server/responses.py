@@ -97,14 +97,19 @@ class TokenResponseBuilder(ResponseBuilder):
 
 
 class _TextResponseBuilder(ResponseBuilder):
+    id_prefix: str
+    kind: str
+    chunk_kind: str
+
     def __init__(
         self,
         model: ServedModel,
         body: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
         params: SamplingParams,
-        heading: dict[str, Any],
     ) -> None:
+        kind = self.chunk_kind if body.stream else self.kind
+        heading = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "object": kind}
         super().__init__(model, body, prompts, heading)
         self._stops, self._num_choices = params.stop, body.n or 1
         self._with_ids = body.return_token_ids
@@ -112,6 +117,7 @@ class _TextResponseBuilder(ResponseBuilder):
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._shows_tokens = self._with_ids or self._with_logprobs
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+        self._num_characters: dict[int, int] = {}
 
     def _text(self, index: int, output: GenerationOutput, start: int) -> str:
         """Return a sequence's text of the tokens from `start`, without the stop string at its end.
@@ -133,16 +139,8 @@ class _TextResponseBuilder(ResponseBuilder):
 class CompletionResponseBuilder(_TextResponseBuilder):
     """Build a response of `/v1/completions`."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        body: CompletionRequest,
-        prompts: list[list[int]],
-        params: SamplingParams,
-    ) -> None:
-        heading = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion"}
-        super().__init__(model, body, prompts, params, heading)
-        self._num_characters: dict[int, int] = {}
+    id_prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
 
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         text, logprobs = self._text(index, output, start), None
@@ -162,6 +160,10 @@ class CompletionResponseBuilder(_TextResponseBuilder):
 class ChatResponseBuilder(_TextResponseBuilder):
     """Build a response of `/v1/chat/completions`."""
 
+    id_prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
     def __init__(
         self,
         model: ServedModel,
@@ -170,9 +172,7 @@ class ChatResponseBuilder(_TextResponseBuilder):
         params: SamplingParams,
         tools: list[dict[str, Any]] | None,
     ) -> None:
-        kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        heading = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind}
-        super().__init__(model, body, [chat.token_ids], params, heading)
+        super().__init__(model, body, [chat.token_ids], params)
         self._chat, self._tools = chat, tools
         if self._with_ids:
             self._prompt = {"prompt_token_ids": chat.token_ids}

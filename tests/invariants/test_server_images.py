@@ -123,11 +123,11 @@ def test_a_chat_about_pictures_is_tokenized_as_a_whole_in_each_turn(chat):
 
 
 REFUSED = {
-    "http": ("https://example.org/a.png", "https: URLs are not fetched; send data:image/png"),
-    "file": ("file:///etc/passwd", "file: URLs are not fetched; send data:image/png"),
-    "path": ("/etc/passwd", "this is no data URL; send data:image/png"),
-    "media type": ("data:image/svg+xml;base64,AAAA", "media type 'image/svg.xml' is not one of"),
-    "no base64": ("data:image/png,abc", "the data URL is not in base64"),
+    "http": ("https://example.org/a.png", "in base64; others are not fetched"),
+    "file": ("file:///etc/passwd", "others are not fetched"),
+    "path": ("/etc/passwd", "a picture is a URL of data:image/png"),
+    "media type": ("data:image/svg+xml;base64,AAAA", "data:image/gif in base64"),
+    "no base64": ("data:image/png,abc", "data:image/gif in base64"),
     "broken base64": ("data:image/png;base64,a*b=", "the data is not base64"),
     "no picture": ("data:image/png;base64,AAAA", "the picture cannot be read"),
     "cut off": (data_url(picture(1))[:-400], "the picture cannot be read"),
