@@ -118,7 +118,7 @@ class FakeModel:
         self.table = BlockTable(self.limits.max_requests, self.limits.block_size, CPU)
         self.scheduler.reset(self.limits)
         self.scheduler.pool.grow(num_blocks)
-        self.executor.reset(self.graphs, None)
+        self.executor.reset(self.graphs)
 
     def add(self, *requests):
         for request in requests:
@@ -232,7 +232,7 @@ class FakeModel:
     def _graphs(self):
         decoding = SimpleNamespace(
             find=lambda cache, table: None,
-            is_cut=lambda lengths, interval: False,
+            is_cut=lambda lengths: False,
             rows_per_tile=3,
             cache=SimpleNamespace(is_recurrent=False),
         )
