@@ -1,27 +1,17 @@
-"""Print how long-tailed rollouts take by order of admission, and what racing completions bias.
+"""Print what racing completions biases, where all sequences run at once.
 
-For docs/strategies.md, on recorded lengths (tests/engine/scheduler/long_tailed_lengths.json): a
-model of `scheduler_type` with 16 rows, and one of `OverSampling` with all sequences at once.
+For docs/strategies.md: a model of `OverSampling` on the lengths of long_tailed_lengths.json.
 
 python scripts/measure_tail.py
 """
 
 import argparse
-import heapq
 import json
 from pathlib import Path
 from statistics import mean
 
-RECORDED = Path(__file__).parent.parent / "tests/engine/scheduler/long_tailed_lengths.json"
-NUM_KEPT, NUM_ROWS = 4, 16
-
-
-def num_steps(groups: list[list[int]]) -> int:
-    """Return the steps of groups in this order; a row takes the next when it is free."""
-    ends = [0] * NUM_ROWS
-    for length in (n for group in groups for n in group):
-        heapq.heappush(ends, heapq.heappop(ends) + length)
-    return max(ends)
+RECORDED = Path(__file__).with_name("long_tailed_lengths.json")
+NUM_KEPT = 4
 
 
 def kept_members(groups: list[list[int]], num_extra: int) -> tuple[list[int], int]:
@@ -49,16 +39,10 @@ def kept_groups(groups: list[list[int]], num_extra: int) -> tuple[list[int], int
 def main() -> None:
     """Measure and print."""
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    fifo = longest_first = 0
     rollouts: list[list[list[int]]] = []
     for rollout in json.loads(RECORDED.read_text())["rollouts"]:
-        pairs = list(zip(rollout["earlier"], rollout["lengths"], strict=True))
-        fifo += num_steps(rollout["lengths"])
-        ordered = sorted(pairs, key=lambda pair: sum(pair[0]), reverse=True)
-        longest_first += num_steps([lengths for _, lengths in ordered])
+        pairs = zip(rollout["earlier"], rollout["lengths"], strict=True)
         rollouts.append([lengths + earlier for earlier, lengths in pairs])
-    ratio = fifo / longest_first
-    print(f"{NUM_ROWS} rows: fifo {fifo:,} steps, longest_first {longest_first:,} ({ratio:.2f}x)\n")
     everything = mean(n for groups in rollouts for group in groups for n in group[:NUM_KEPT])
     print(f"{'':<34}{'mean length':>12}{'bias':>7}{'steps':>7}{'lost tokens':>13}")
     for label, keep, extras in (

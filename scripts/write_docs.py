@@ -69,8 +69,8 @@ Every field of `RolloutConfig`, from its help text. A field that cannot be honou
 `ConfigurationError`; no field is ignored. `scripts/write_docs.py` writes this page.
 
 The fields of transformers' `ContinuousBatchingConfig` are taken under its names too: `page_size` is
-`block_size`, and `default_compile_level` is
-`use_default_compile_configs` (1) or a `decode_compile_config` with inductor's autotuning (2).
+`block_size`, and `default_compile_level` 1 is
+`use_default_compile_configs=True`.
 
 | field | default | meaning | cost, or when to change it |
 |---|---|---|---|
@@ -110,14 +110,13 @@ The order is that of `generate`:
 
 1. no placeholder of images, videos or sounds, except where `logit_bias` names it; `logit_bias`,
    `sequence_bias`
-2. `encoder_repetition_penalty`, then repetition, presence and frequency penalties
+2. repetition, presence and frequency penalties
 3. `no_repeat_ngram_size`, `bad_words`
 4. tokens that must not come yet: `min_new_tokens`, `min_length`, `begin_suppress_tokens`
 5. the forced first and last token
-6. `exponential_decay_length_penalty`
-7. `logits_processors`
-8. the grammar, which nothing can overrule
-9. temperature, top-k, top-p, min-p, typical-p
+6. `logits_processors`
+7. the grammar, which nothing can overrule
+8. temperature, top-k, top-p, min-p
 
 Greedy decoding takes the most likely token before the temperature.
 

@@ -232,7 +232,7 @@ class FakeModel:
     def _graphs(self):
         decoding = SimpleNamespace(
             find=lambda cache, table: None,
-            is_cut=lambda lengths, interval: False,
+            is_cut=lambda lengths: False,
             rows_per_tile=3,
             cache=SimpleNamespace(is_recurrent=False),
         )

@@ -17,7 +17,7 @@ import platform
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import cpp_builder, list_mode_options, list_options, standalone_compile
+from torch._inductor import cpp_builder, standalone_compile
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
@@ -257,15 +257,3 @@ def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., 
             options={"config_patches": patches},
         )
     return lambda *inputs: artifact(*inputs)[0]
-
-
-def inductor_options(mode: str | None) -> dict[str, Any]:
-    """Return the inductor options of a `mode` of `torch.compile`, or raise RuntimeError."""
-    return list_mode_options(mode) if mode else {}
-
-
-def unknown_inductor_options(options: Iterable[object]) -> list[object]:
-    """Return the names that are no options of inductor (torch 2.11 to 2.13)."""
-    # torch.compile takes dashes too.
-    existing = {name.replace("-", "_") for name in list_options()}
-    return [name for name in options if str(name).replace("-", "_") not in existing]

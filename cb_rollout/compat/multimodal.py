@@ -4,8 +4,8 @@ T: tokens.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.transformers import (
     forward_argument_names,
     forward_passes_on,
@@ -26,9 +25,6 @@ from cb_rollout.compat.transformers import (
 PLACEHOLDERS = tuple(
     f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")
 )
-
-# Method of a model that returns the features of images, as embeddings of the language model.
-IMAGE_FEATURES = "get_image_features"
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
@@ -77,22 +73,6 @@ def image_markers(processor: Any) -> list[str]:
 def image_input_names(processor: Any) -> frozenset[str]:
     """Return the names of the tensors that the processor makes of images alone."""
     return frozenset(getattr(processor.image_processor, "model_input_names", None) or ())
-
-
-def image_encoders(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules that compute images' features in a method of their own, outer ones first.
-
-    The forwards of transformers call `get_image_features` for what a placeholder's embedding is
-    replaced by: the vision tower and the projector are behind it.
-    """
-    return [module for module in model.modules() if hasattr(type(module), IMAGE_FEATURES)]
-
-
-def replacing_image_features(
-    encoder: torch.nn.Module, features: Callable[..., Any]
-) -> AbstractContextManager[None]:
-    """Have a module answer with `features` where its forward asks for those of images."""
-    return replacing([(encoder, IMAGE_FEATURES, features)])
 
 
 def placeholder_token_ids(model: PreTrainedModel) -> frozenset[int]:

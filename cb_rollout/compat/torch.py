@@ -15,7 +15,6 @@ from torch import distributed
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.patching import replacing
@@ -259,28 +258,6 @@ def _is_same(function: Any) -> bool:
 
 def _is_captured(hook: object) -> bool:
     return getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS)
-
-
-class OptimizerSteps:
-    """Count the optimizer steps that write a model's parameters (torch 2.11 to 2.13).
-
-    torch counts no write by a fused optimizer on the parameters themselves.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.count = 0
-        counter, counted = weakref.ref(self), weakref.ref(model)
-
-        def count(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            steps, model = counter(), counted()
-            if steps is None or model is None:
-                return
-            held = {id(parameter) for parameter in model.parameters()}
-            stepped = (p for group in optimizer.param_groups for p in group["params"])
-            steps.count += any(id(parameter) in held for parameter in stepped)
-
-        handle = register_optimizer_step_post_hook(count)
-        weakref.finalize(self, handle.remove)
 
 
 # OpenMP 5.0's omp_pause_soft: keep settings, end threads.

@@ -313,16 +313,6 @@ def replacing_attention(attend: Attention) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_attention() -> Iterator[None]:
-    """Have models that this thread calls use their own attention, inside `replacing_attention`."""
-    attend, _REPLACEMENT.attend = _REPLACEMENT.attend, None
-    try:
-        yield
-    finally:
-        _REPLACEMENT.attend = attend
-
-
-@contextmanager
 def computing_attention(attend: Attention) -> Iterator[None]:
     """Have `attend(own_attention, module, query, ...)` stand for models' own attention functions.
 

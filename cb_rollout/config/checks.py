@@ -243,19 +243,6 @@ def biases(largest: float, *, of_sequences: bool = False) -> Check:
     return check
 
 
-def decay(value: Any) -> tuple[int, float]:
-    """Accept a pair of a start >= 0 and a factor in [1e-30, 1e30]."""
-    # Beyond, float32 holds the factor no more.
-    start, factor = integer(0), number(lambda v: 1e-30 <= v <= 1e30, "")
-    try:
-        first, second = value
-        return start(first), factor(second)
-    except (TypeError, ValueError):
-        raise ValueError(
-            "is not a pair of a whole number >= 0 and a factor in [1e-30, 1e30]"
-        ) from None
-
-
 def callables(value: Any) -> tuple[Any, ...]:
     """Accept a list or tuple of callables; None is none."""
     if value is None:

@@ -44,7 +44,7 @@ COMBINATIONS = {
         "numerics='bitwise': a copy merges the adapter, and rounds after the sum where the trainer "
         "rounds before; leave weight_sync at 'auto' or set 'shared'."),
     "bitwise, another setting": Combination(
-        "`numerics='bitwise'`", "`rollout_dtype` or `decode_compile_config`",
+        "`numerics='bitwise'`", "`rollout_dtype` or `use_default_compile_configs=True`",
         "numerics='bitwise': {name}={value} {reason}; leave it unset."),
     "bitwise, dropout": Combination("`numerics='bitwise'`", "dropout in training",
         "numerics='bitwise': the model trains with dropout (rate {rate}); set disable_dropout=True "
@@ -93,7 +93,7 @@ COMBINATIONS = {
         "weight_sync='copy', or use release_cache='between_steps' and sleep()."),
     "replay, adjusted": Combination(
         "`sampling_mask='replay'`", "penalties, biases or forced tokens",
-        "sampling_mask='replay' knows top_k, top_p, min_p and typical_p, not penalties, biases or "
+        "sampling_mask='replay' knows top_k, top_p and min_p, not penalties, biases or "
         "forced tokens; take repetition_penalty and the like out of the trainer's settings and "
         "generation_kwargs, or set sampling_mask='ignore'."),
     "replay, foreign completions": Combination(

@@ -8,7 +8,6 @@ class SchedulerType(StrEnum):
 
     FIFO = "fifo"
     PREFILL_FIRST = "prefill_first"
-    LONGEST_FIRST = "longest_first"
 
 
 class InFlight(StrEnum):

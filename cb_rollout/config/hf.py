@@ -15,10 +15,9 @@ from cb_rollout.errors import ConfigurationError
 
 # Fields that are honoured, under the same name and under another.
 SAME_NAME = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "repetition_penalty",
-    "encoder_repetition_penalty", "no_repeat_ngram_size", "max_new_tokens", "max_length",
-    "min_new_tokens", "min_length", "eos_token_id", "forced_bos_token_id", "forced_eos_token_id",
-    "exponential_decay_length_penalty", "begin_suppress_tokens",
+    "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty",
+    "no_repeat_ngram_size", "max_new_tokens", "max_length", "min_new_tokens", "min_length",
+    "eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
 )  # fmt: skip
 OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
 
@@ -44,6 +43,7 @@ INERT = {
 
 # Settings that are refused: the value at which each changes nothing, and what to use instead.
 _GENERATE = "use model.generate"
+_PROCESSOR = "pass transformers' own processor in SamplingParams(logits_processors=...)"
 REFUSED: dict[str, tuple[Any, str]] = {
     "num_beams": (1, "use model.generate for beam search"),
     "num_beam_groups": (1, "use model.generate for beam search"),
@@ -52,8 +52,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "force_words_ids": (None, "use model.generate for beam search, or SamplingParams(grammar=...)"),
     "encoder_no_repeat_ngram_size": (0, "use no_repeat_ngram_size"),
     "epsilon_cutoff": (0.0, "use min_p"),
-    "eta_cutoff": (0.0, "use min_p or typical_p"),
-    "top_h": (None, "use min_p or typical_p"),
+    "eta_cutoff": (0.0, "use min_p"),
+    "top_h": (None, "use min_p"),
+    "typical_p": (1.0, "use min_p"),
+    "encoder_repetition_penalty": (1.0, _PROCESSOR),
+    "exponential_decay_length_penalty": (None, _PROCESSOR),
     "guidance_scale": (1, _GENERATE),
     "penalty_alpha": (None, _GENERATE),
     "dola_layers": (None, _GENERATE),

@@ -1,11 +1,10 @@
-"""Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.23) and `CompileConfig`.
+"""Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.23).
 
 `RolloutConfig` takes their names as keywords, and `as_rollout_config` reads a whole config by them.
 Loads no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError
@@ -13,16 +12,9 @@ from cb_rollout.errors import ConfigurationError
 # transformers 5.17 renamed the first; its old name stays there, deprecated.
 RENAMED = {"page_size": "block_size"}
 
-# A level of default compilation, and the settings that ask for the same.
-_COMPILE_LEVELS: dict[int, dict[str, Any]] = {
-    0: {},
-    1: {"use_default_compile_configs": True},
-    2: {"decode_compile_config": {"mode": "max-autotune-no-cudagraphs"}},
-}
-_LEVELS_ADVICE = (
-    "1 compiles decode steps with inductor's defaults, 2 with its autotuning; 3 would compile "
-    "again for every number of running sequences"
-)
+# A level of default compilation, and the setting that asks for the same.
+_COMPILE_LEVELS: dict[int, dict[str, Any]] = {0: {}, 1: {"use_default_compile_configs": True}}
+_LEVELS_ADVICE = "1 compiles decode steps with inductor's defaults"
 
 # Fields without a counterpart: the values that ask for nothing here, and what to set instead.
 # Without values, no value asks for anything.
@@ -70,49 +62,3 @@ def unavailable(name: str, value: Any, neutral: Any, advice: str) -> Configurati
         f"ContinuousBatchingConfig.{name}={value!r} is not available; leave it at {neutral!r}: "
         f"{advice}."
     )
-
-
-# Fields of a `CompileConfig`.
-_COMPILE_FIELDS = ("mode", "options", "backend", "dynamic", "fullgraph")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompileSettings:
-    """Settings that inductor is called with."""
-
-    mode: str | None = None
-    """A mode of `torch.compile`; None: its default."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of inductor; they override those of the mode."""
-
-
-def compile_settings(value: Any) -> CompileSettings | None:
-    """Read a transformers `CompileConfig`, a dict of its fields, or None; else `ValueError`."""
-    if value is None:
-        return None
-    given = value.to_dict() if hasattr(value, "to_dict") else value
-    known = ", ".join(_COMPILE_FIELDS)
-    if not isinstance(given, Mapping):
-        raise ValueError(f"is no CompileConfig; pass one, or a dict of {known}")
-    unknown = [key for key in given if key not in _COMPILE_FIELDS]
-    if unknown:
-        raise ValueError(f"has no {unknown[0]!r}; it is a dict of {known}")
-    if given.get("backend", "inductor") != "inductor":
-        raise ValueError(
-            f"has backend={given['backend']!r}; decode steps are compiled by 'inductor'"
-        )
-    if given.get("dynamic") is False:
-        raise ValueError(
-            "has dynamic=False, which would compile again for every number of running sequences; "
-            "leave it at None"
-        )
-    mode, options = given.get("mode"), given.get("options") or {}
-    if not isinstance(mode, str | None) or not isinstance(options, Mapping):
-        raise ValueError("needs a string as mode and a dict as options")
-    return CompileSettings(mode=mode, options=dict(options))
-
-
-def check_compile_config(value: Any) -> Any:
-    """Accept what `compile_settings` reads, and keep it unread."""
-    compile_settings(value)
-    return value

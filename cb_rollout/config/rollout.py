@@ -29,12 +29,7 @@ from cb_rollout.config.enums import (
     SchedulerType,
     WeightSync,
 )
-from cb_rollout.config.reference import (
-    CompileSettings,
-    check_compile_config,
-    compile_settings,
-    own_settings,
-)
+from cb_rollout.config.reference import own_settings
 from cb_rollout.errors import ConfigurationError
 
 # Above every count that a machine holds: the memory plan answers with what it does hold.
@@ -127,9 +122,7 @@ class RolloutConfig:
         cost="Larger: fewer graphs to capture, more rows of padding.",
     )
     kv_padding_interval_size: int = setting(
-        0,
-        "Keys that one program of a decode graph reads are a multiple of this; 0: chosen.",
-        cost="Larger: a long row is cut into fewer parts, which leave processors idle.",
+        0, "Keys of a decode graph are not padded; not available.", one_of(0)
     )
     max_cached_graphs: int = setting(
         0,
@@ -141,25 +134,23 @@ class RolloutConfig:
     )
     decode_compile_config: object | None = setting(
         None,
-        "torch.compile of decode steps: a transformers CompileConfig, or a dict of its fields.",
-        check_compile_config,
-        cost="Seconds of compiling, and on a CPU a C++ compiler; see gpu.md.",
+        "torch.compile of decode steps with settings of your own; not available.",
+        one_of(None),
     )
     use_default_compile_configs: bool | None = setting(
         None,
         "torch.compile of decode steps with inductor's defaults; None: where they are CUDA graphs; "
         "prefill is not compiled.",
         one_of(None, True, False),
-        cost="As decode_compile_config; False on a GPU for runs of a few steps.",
+        cost="Seconds of compiling, and on a CPU a C++ compiler (see gpu.md); False on a GPU for "
+        "runs of a few steps.",
     )
     scheduler_type: str = setting(
         "fifo",
         "fifo: in order of arrival; prefill when waiting >= running / 4, or after 8 decode steps; "
-        "prefill_first: decode only when no prompt can be admitted; longest_first: as fifo, but "
-        "admit first the prompt whose completions were longest in earlier rollouts.",
+        "prefill_first: decode only when no prompt can be admitted.",
         SchedulerType,
-        cost="prefill_first fills the batch sooner, while running sequences wait; longest_first "
-        "gains only where not all sequences run at once.",
+        cost="prefill_first fills the batch sooner, while running sequences wait.",
     )
     return_logprobs: bool = setting(
         True,
@@ -312,13 +303,6 @@ class RolloutConfig:
         amount("GiB", "auto"),
         cost="Set it where the estimate is wrong: another optimizer, long activations.",
     )
-    encoder_cache_gib: float = setting(
-        0.25,
-        "GiB for the features of images, which later prompts read under the same weights; 0: none "
-        "are kept.",
-        amount("GiB", 0.0),
-        cost="Raise it where images repeat and rollout/images_encoded is above their number.",
-    )
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigurationError)
@@ -336,17 +320,15 @@ class RolloutConfig:
                 self.rollout_dtype != RolloutDtype.AUTO,
                 "computes in another dtype than the trainer",
             ),
-            ("decode_compile_config", self.compiles_decode, "compiles sums in another order"),
+            (
+                "use_default_compile_configs",
+                self.use_default_compile_configs,
+                "compiles sums in another order",
+            ),
         ):
             if is_asked and self.numerics == Numerics.BITWISE:
                 value = repr(getattr(self, name))
                 raise refused("bitwise, another setting", name=name, value=value, reason=reason)
-
-    @property
-    def compiles_decode(self) -> CompileSettings | None:
-        """Compilation settings of decode steps; None: decode steps are not compiled."""
-        default = CompileSettings() if self.use_default_compile_configs else None
-        return compile_settings(self.decode_compile_config) or default
 
     @property
     def wants_graphs(self) -> bool | None:

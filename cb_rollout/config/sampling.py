@@ -12,7 +12,6 @@ from cb_rollout.config.checks import (
     biases,
     callables,
     check_fields,
-    decay,
     integer,
     known_fields_only,
     number,
@@ -103,23 +102,11 @@ class SamplingParams:
         "Drop tokens less likely than this share of the most likely one; 0 is off.",
         number(lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
     )
-    typical_p: float = setting(
-        1.0,
-        "Of what is left, sample among the tokens whose surprise is nearest the expected one, the "
-        "fewest whose probabilities reach this sum; 1 is off.",
-        number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
-    )
     do_sample: bool = setting(True, "False is greedy, whatever the temperature.")
     repetition_penalty: float = setting(
         1.0,
         "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
         "completion holds; above 1 discourages, 1 is off.",
-        _factor,
-    )
-    encoder_repetition_penalty: float = setting(
-        1.0,
-        "Multiplies the positive and divides the negative logits of tokens that the prompt holds; "
-        "above 1 encourages, 1 is off.",
         _factor,
     )
     presence_penalty: float = setting(
@@ -175,12 +162,6 @@ class SamplingParams:
         "Sampled first after a prompt of a single token; without effect after longer ones.",
         token_ids,
     )
-    exponential_decay_length_penalty: tuple[int, float] | None = setting(
-        None,
-        "(start, factor): after `start` sampled tokens, the stop tokens' logits grow by their size "
-        "times factor**n - 1 at the n-th token after; a factor above 1 shortens.",
-        decay,
-    )
     forced_eos_token_id: tuple[int, ...] = setting(
         (), "Sampled as the last token that the length allows.", token_ids
     )
@@ -224,12 +205,12 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        is_off = not self.top_k and self.top_p == 1 and not self.min_p and self.typical_p == 1
+        is_off = not self.top_k and self.top_p == 1 and not self.min_p
         return not (self.is_greedy or is_off)
 
     @property
     def is_penalized(self) -> bool:
-        """True: a penalty for used tokens is on, beside that of the prompt's alone."""
+        """True: a penalty for used tokens is on."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     @property
@@ -245,8 +226,7 @@ class SamplingParams:
     @property
     def can_be_graphed(self) -> bool:
         """True: a CUDA graph samples by these parameters."""
-        is_typical = self.typical_p != 1 and not self.is_greedy
-        return not (self.top_logprobs or is_typical or {*self.adjustments} - _OF_FIRST_TOKEN)
+        return not (self.top_logprobs or {*self.adjustments} - _OF_FIRST_TOKEN)
 
     @property
     def is_processed(self) -> bool:
@@ -266,7 +246,7 @@ _shared_set = functools.lru_cache(maxsize=64)(frozenset[int])
 
 # Parameters that leave the logits as they are; every other one changes them where it is set.
 _UNADJUSTING = frozenset({
-    "temperature", "do_sample", "top_k", "top_p", "min_p", "typical_p", "seed", "top_logprobs",
+    "temperature", "do_sample", "top_k", "top_p", "min_p", "seed", "top_logprobs",
     "max_new_tokens", "max_length", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
 })  # fmt: skip
 

@@ -16,14 +16,12 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import weight_writes
-from cb_rollout.compat.torch import OptimizerSteps
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath, choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.images.check import check_images
-from cb_rollout.engine.images.encoder_cache import EncoderCache
 from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.sizing import (
     gathered_bytes_per_token,
@@ -32,7 +30,7 @@ from cb_rollout.engine.kv_cache.sizing import (
 )
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import GIB, MemoryModel, create_memory_plan
+from cb_rollout.engine.memory.plan import MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -43,7 +41,6 @@ from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler, keeps_ids, reported_mode
-from cb_rollout.engine.scheduler.completion_history import CompletionHistory
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
@@ -96,7 +93,6 @@ class Engine:
         self.device = self._runner.device
         reserve_gib = config.training_reserve_gib
         self.training = TrainingMemory(self.trained, model, self.device, optimizer, reserve_gib)
-        self._history = CompletionHistory()
         never_sampled = multimodal.never_sampled_token_ids(model)
         with devices.plain_modes(), self._computing():
             self._probe()
@@ -123,7 +119,6 @@ class Engine:
             # allocated and written there alone, so the allocator needs no record of other streams.
             self._executor.stream = torch.cuda.Stream(self.device, priority=-1)
         self._given = devices.record_event(self.device)
-        self._optimizer_steps = OptimizerSteps(self.model)
 
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
@@ -137,9 +132,6 @@ class Engine:
         choose_compilation(self._runner, self.config)
         # Anew for another layout: a later check may find more, or less.
         self._runner.cuts_images.clear()
-        reads_images = bool(multimodal.image_encoders(self.model))
-        max_bytes = int(self.config.encoder_cache_gib * GIB) if reads_images else 0
-        self._runner.encoder_cache = EncoderCache(max_bytes, self.counters)
         max_rows = self._max_requests
         if self.layout.is_recurrent:
             # More rows than states fit never run together.
@@ -233,7 +225,6 @@ class Engine:
             history_factor=1 if layout.is_recurrent else MAX_GATHER_RATIO,
             max_sequence_tokens=None if gathers_always else hf_compat.max_positions(model),
             graph_bytes=graph_bytes,
-            encoder_cache_bytes=self._runner.encoder_cache.max_bytes,
             packed_weight_bytes=self._runner.packed_linear.plan(free - training.reserve, dtype),
             set_blocks=config.num_blocks,
         )
@@ -276,9 +267,6 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.images is not None:
             request.images.may_be_cut = self._runner.cuts_images.get(request.images.kind, False)
-        else:
-            # With images, equal token ids may stand for different pictures.
-            request.expected_length = self._history.expected_length(request.prompt_ids)
         self._scheduler.add(request)
 
     @property
@@ -319,7 +307,6 @@ class Engine:
     def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
         self.policy_version = policy_version
         self._weights_seen = None
-        self._runner.encoder_cache.clear()
         self._runner.packed_linear.forget()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
@@ -327,7 +314,7 @@ class Engine:
         if self.runs_a_copy:
             return
         seen = self._weights_seen
-        now = self._optimizer_steps.count, weight_writes(self.model)
+        now = self.training.num_steps, weight_writes(self.model)
         if seen is not None and seen != now:
             self._forget_keys(self.policy_version + 1)
             _LOGGER.warning(
@@ -368,7 +355,6 @@ class Engine:
 
     def release_cache(self) -> None:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""
-        self._runner.encoder_cache.clear()
         self._runner.packed_linear.forget()
         self._scheduler.reset(self.limits)
         self._storage.release(self.limits, self.memory_plan, self.layout)
@@ -398,9 +384,7 @@ class Engine:
         stream = self._executor.stream
         with devices.current(self.device), devices.on_stream(stream), devices.plain_modes():
             touched = self._step()
-        for request in self._scheduler.retire_running():
-            if request.status is RequestStatus.FINISHED and request.images is None:
-                self._history.add(request.prompt_ids, request.num_generated)
+        self._scheduler.retire_running()
         if not self.has_work:
             self.release_model()
         return touched

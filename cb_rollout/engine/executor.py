@@ -126,6 +126,7 @@ class StepExecutor:
         prefills = [prefills[row] for row in computed]
         self._counters.prefill_forwards += 1
         self._counters.prefill_tokens += sum(prefill.num_scheduled for prefill in prefills)
+        self._counters.images_encoded += sum(p.leader.num_new_images for p in prefills)
         rows, requests = self._fork(prefills)
         if requests:
             logits_BV = _joined(logits).index_select(0, devices.to_device(rows, self.device))
@@ -175,11 +176,20 @@ class StepExecutor:
         if not running:
             return []
         self._storage.table.write(extended)
-        if self._can_replay(running):
-            self._count(running, self._decode_graphed(running))
+        lengths = [request.num_tokens for request in running]
+        graphs = self.graphs if self._can_replay(running) else None
+        if graphs is not None and graphs.can_sample(running):
+            if not graphs.follows(running, lengths):
+                graphs.load(ForwardBatch.of(running, lengths, *self._pages), running)
+            step = graphs.launch(running, lengths, *self._pages)
+            self._count(running, self._finish(step, running))
             return running
-        logits, rows, failed = self._forward(running, [request.num_tokens for request in running])
-        survivors = [running[row] for row in rows]
+        survivors, failed = running, []
+        if graphs is not None:
+            logits = [graphs.logits(ForwardBatch.of(running, lengths, *self._pages))]
+        else:
+            logits, rows, failed = self._forward(running, lengths)
+            survivors = [running[row] for row in rows]
         if survivors:
             self._sample(_joined(logits), survivors, is_recurring=True)
         self._complete_decode(survivors)
@@ -281,24 +291,6 @@ class StepExecutor:
         # A graph takes one set of rotary factors for all rows: that of the newest positions.
         limits = self._scheduler.limits.rope_limits
         return not limits or len({request.rope_side for request in running}) == 1
-
-    def _decode_graphed(self, running: list[Request]) -> int:
-        """Run one step of all running sequences; return how many of them got a token.
-
-        Raises:
-            Exception: a capture or the device failed; no sequence got a token.
-        """
-        assert self.graphs is not None
-        lengths = [request.num_tokens for request in running]
-        if self.graphs.can_sample(running):
-            if not self.graphs.follows(running, lengths):
-                self.graphs.load(ForwardBatch.of(running, lengths, *self._pages), running)
-            return self._finish(self.graphs.launch(running, lengths, *self._pages), running)
-        logits_BV = self.graphs.logits(ForwardBatch.of(running, lengths, *self._pages))
-        extend = self._token_sampler.extend
-        num_given = extend(running, logits_BV, self._version, is_recurring=True)
-        self._complete_decode(running)
-        return num_given
 
     def _collect_pending(self) -> tuple[list[Request], int] | None:
         """Return the pending step's sequences that still run, and how many of them got a token."""

@@ -85,8 +85,6 @@ class Request:
     """Detector of the strings that end the sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
     """State of the sequence in its grammar; None: it has none."""
-    expected_length: float | None = None
-    """Mean length of its prompt's earlier completions when it came; None: there were none."""
     is_adjusted: bool = field(init=False)
     """True if its logits are changed before the temperature."""
 
@@ -157,6 +155,11 @@ class Request:
     def num_image_tokens(self) -> int:
         """Tokens up to the end of the last image; 0 without images."""
         return 0 if self.images is None else self.images.num_tokens
+
+    @property
+    def num_new_images(self) -> int:
+        """Images that the next forward computes."""
+        return 0 if self.images is None else len(self.images.after(self.num_computed))
 
     @property
     def position_offset(self) -> int:

@@ -36,7 +36,6 @@ class EngineCounters:
     prefill_tokens_saved: int = _total("Prompt tokens that a group or a cached prefix had already.")
     preemptions: int = _total("Sequences preempted for want of KV blocks, to resume later.")
     images_encoded: int = _total("Images that went through the vision tower.")
-    images_reused: int = _total("Images whose features were kept from an earlier prompt.")
     prefill_forwards: int = _total("Forwards of prompts.")
     decode_forwards: int = _total("Forwards of running sequences.")
     truncated_tokens: int = 0
@@ -196,10 +195,7 @@ METRICS = (
            "Prompt tokens that a group or a cached prefix had already.",
            "Zero with groups: prompts of a group differ, or allow_block_sharing is off.", SPEED),
     _counted("images_encoded", "images", "Images that went through the vision tower.",
-           "Above the number of distinct images: raise encoder_cache_gib.", SPEED),
-    _counted("images_reused", "images",
-           "Images whose features were kept from an earlier prompt under the same weights.",
-           "Zero with repeated images is normal where prefixes hold them.", SPEED),
+           "Above those of distinct prompts: some were preempted, or prefixes evicted.", SPEED),
     _counted("preemptions", "count", "Sequences preempted because the KV cache was full.",
            "Above 0: raise max_memory_percent or num_blocks, or lower max_requests_per_batch.",
            MEMORY),

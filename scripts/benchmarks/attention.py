@@ -11,7 +11,6 @@ import torch
 
 from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
 from cb_rollout.engine.attention.shared_prefix import (
-    STRETCH_INTERVAL,
     AttentionMetadata,
     is_cut,
     max_stretches,
@@ -88,7 +87,7 @@ class _Step:
             BLOCK_SIZE,
             torch.arange(rows, dtype=torch.int32, device=device),
             torch.full((rows,), tokens, dtype=torch.int32, device=device),
-            stretches if is_cut([tokens] * rows, stretches, STRETCH_INTERVAL) else 0,
+            stretches if is_cut([tokens] * rows, stretches) else 0,
         )
 
     def seconds(self) -> float:

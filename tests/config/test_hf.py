@@ -117,14 +117,7 @@ def test_a_generation_value_out_of_range_is_refused():
         ("sequence_bias", {(3,): 1.5}, {"logit_bias": {3: 1.5}}),
         ("sequence_bias", [[[3, 4], 2]], {"sequence_bias": {(3, 4): 2.0}}),
         ("no_repeat_ngram_size", 3, {"no_repeat_ngram_size": 3}),
-        ("encoder_repetition_penalty", 1.2, {"encoder_repetition_penalty": 1.2}),
-        ("typical_p", 0.9, {"typical_p": 0.9}),
         ("forced_bos_token_id", 1, {"forced_bos_token_id": (1,)}),
-        (
-            "exponential_decay_length_penalty",
-            [3, 1.1],
-            {"exponential_decay_length_penalty": (3, 1.1)},
-        ),
         ("forced_eos_token_id", 1, {"forced_eos_token_id": (1,)}),
     ],
 )

@@ -162,12 +162,6 @@ NO_TOKEN_IDS = ("kosmos-2.5", "pp_chart2table")
 # Types whose processors expand something else than their image token alone.
 TOKEN_IDS_CORE = ("hunyuan_vl", "qianfan_ocr", "qwen2_5_vl")
 
-# Types without a method that returns an image's features, which are computed for each prompt.
-NO_FEATURES = ("kosmos-2.5",)
-# Types whose features are not kept: molmo2's pooling indices count the patches of earlier images,
-# so that an image of several cannot be encoded alone.
-NOT_KEPT = ("molmo2",)
-
 # Types whose images the engine refuses.
 REFUSED = {
     "git": "puts an image's features before the prompt, which its cache counts too",

@@ -34,8 +34,6 @@ class ImageParity:
     """Largest |plain forward - plain forward in float64|; measured where the drift is large."""
     is_as_generate: bool = True
     """Whether the greedy tokens are those of the model's own `generate`."""
-    num_encoded: int = 0
-    """Images that went through the vision tower, those of all prompts and rounds."""
 
     @property
     def tolerance(self) -> float:
@@ -69,7 +67,6 @@ def check(model_type: str) -> ImageParity:
                 compare_with_generate(model, tensors, output, found)
             for index, output in enumerate(groups.values()):
                 compare(model, inputs[index // GROUP_SIZE], output, found)
-        found.num_encoded = generator.manager.counters.images_encoded
     return found
 
 

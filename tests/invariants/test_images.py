@@ -43,7 +43,7 @@ made = cache(tiny_vision_model)
 
 
 # All images of a prompt are computed in one forward: in Gemma 3 the tokens of an image see each
-# other, and Idefics3's tensors do not divide into images, so features belong to all of them.
+# other, and Idefics3's tensors do not divide into images, so they count as one.
 COMPUTED_TOGETHER = ("gemma3", "idefics3")
 ENCODED_TOGETHER = ("idefics3",)
 
@@ -243,42 +243,29 @@ def test_a_later_turn_that_adds_a_picture_computes_what_is_new_alone(model_type)
 
 
 @each_type(MROPE, "gemma3")
-def test_a_picture_is_encoded_once_in_all_prompts_under_one_policy(model_type):
+def test_a_group_encodes_its_pictures_once_under_each_policy(model_type):
     model, processor = made(model_type)
     model = copy.deepcopy(model)
     config = RolloutConfig(seed=0, block_size=4, num_blocks=64)
     calls = encoder_calls(model)
+    chats = [chat(picture(1)), chat(picture(2), picture(3))]
+    num_pictures = 2 if model_type in ENCODED_TOGETHER else 3
     with RolloutGenerator(model, config, tokenizer=processor) as generator:
         # The first prompts of each kind are computed by plain forwards too.
         rollout(generator, [chat(picture(8)), chat(picture(8), picture(9))], greedy(1))
-        counters = generator.manager.counters
-        asked = [{"role": "w31", "content": [part, QUESTION]} for part in parts_of(1)]
-        other = [{"role": "w32", "content": [*parts_of(1), *parts_of(2), QUESTION]}]
-        calls.clear()
-        num_encoded, num_reused = counters.images_encoded, counters.images_reused
-        outputs = rollout(generator, [chat(picture(1)), asked, other], sampled())
-        assert counters.images_encoded == num_encoded + 2
-        # One call for each picture, or for pictures that cannot be told apart.
-        assert len(calls) == 2
-        # Features that belong to all of a prompt's images are no other prompt's.
-        num_shared = 1 if model_type in ENCODED_TOGETHER else 2
-        assert counters.images_reused == num_reused + num_shared
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.9)
-        new_policy = copy.deepcopy(model)
-        generator.sync_weights()
-        assert generator.manager.engine._runner.encoder_cache.num_bytes == 0
-        num_encoded = counters.images_encoded
-        outputs_after = rollout(generator, [other, asked], sampled())
-        assert counters.images_encoded == num_encoded + 2
-    for output, messages in zip(outputs_after, [other, asked], strict=True):
-        assert_plain(new_policy, output, processed(processor, messages))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.div_(0.9)
-    for output, messages in zip(outputs, [chat(picture(1)), asked, other], strict=True):
-        assert_plain(model, output, processed(processor, messages))
+        for version in range(2):
+            if version:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(0.9)
+                generator.sync_weights()
+            calls.clear()
+            num_encoded = generator.manager.counters.images_encoded
+            outputs = rollout(generator, chats, sampled(), num_return_sequences=3)
+            assert generator.manager.counters.images_encoded == num_encoded + num_pictures
+            assert len(calls) == len(chats)
+            for output, messages in zip(outputs, [c for c in chats for _ in range(3)], strict=True):
+                assert_plain(model, output, processed(processor, messages))
 
 
 @each_type(MROPE, "gemma3")
@@ -320,10 +307,6 @@ def test_a_prompt_whose_images_fail_leaves_its_neighbours(monkeypatch):
         assert_plain(model, outputs[number], processed(processor, chats[number]))
 
 
-def parts_of(seed):
-    return [{"type": "image", "image": picture(seed)}]
-
-
 def encoder_calls(model):
     """The calls of a model's own vision tower, from now on."""
     calls = []
@@ -334,22 +317,6 @@ def encoder_calls(model):
     )
     tower.register_forward_hook(lambda *_: calls.append(1))
     return calls
-
-
-def test_features_are_bounded_and_in_the_memory_plan():
-    model, processor = made("llava")
-    row_bytes = 16 * 32 * 4
-    config = RolloutConfig(seed=0, encoder_cache_gib=2.5 * row_bytes / 2**30)
-    with RolloutGenerator(model, config, tokenizer=processor) as generator:
-        assert generator.memory_plan().encoder_cache_bytes == int(2.5 * row_bytes)
-        assert "image features" in str(generator.memory_plan())
-        rollout(generator, [chat(picture(seed)) for seed in range(4)], greedy(1))
-        encoder_cache = generator.manager.engine._runner.encoder_cache
-        assert encoder_cache.num_bytes == 2 * row_bytes
-        generator.sleep()
-        assert encoder_cache.num_bytes == 0
-    with RolloutGenerator(tiny_model(), config) as text_alone:
-        assert text_alone.memory_plan().encoder_cache_bytes == 0
 
 
 def of_ids(processor, row):

@@ -101,10 +101,9 @@ def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
         ({"use_cuda_graph": True}, PENALISED, 1),
         ({"use_cuda_graph": True}, {"top_k": 5}, 0),
         ({"use_cuda_graph": True}, {"no_repeat_ngram_size": 2}, 1),
-        ({"use_cuda_graph": True}, {"typical_p": 0.8}, 1),
         ({"use_cuda_graph": True, "sampling_mask": "replay"}, {"top_p": 0.8}, 3),
     ],
-    ids=["graphs", "kernels", "penalised", "truncated", "n-grams", "typical", "replayed masks"],
+    ids=["graphs", "kernels", "penalised", "truncated", "n-grams", "replayed masks"],
 )
 def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it(
     settings, asked, waits_per_step, device
@@ -306,9 +305,7 @@ def parameters_that_change(tokens):
         "top_k": ({"top_k": 1}, {}),
         "top_p": ({"top_p": 0.05}, {}),
         "min_p": ({"min_p": 0.9}, {}),
-        "typical_p": ({"typical_p": 0.05}, {}),
         "repetition_penalty": ({"repetition_penalty": 1e-4}, {}),
-        "encoder_repetition_penalty": ({"encoder_repetition_penalty": 1e4}, {}),
         "presence_penalty": (repeats, {}),
         "frequency_penalty": ({"frequency_penalty": -20.0}, {}),
         "logit_bias": ({"logit_bias": {first: -torch.inf}}, {}),
@@ -326,10 +323,6 @@ def parameters_that_change(tokens):
         "top_logprobs": ({"top_logprobs": 2}, {}),
         "sequence_bias": ({"sequence_bias": {(first, 33): 50.0}}, {}),
         "no_repeat_ngram_size": ({**repeats, "no_repeat_ngram_size": 1}, repeats),
-        "exponential_decay_length_penalty": (
-            {"eos_token_id": 33, "exponential_decay_length_penalty": (1, 1000.0)},
-            {"eos_token_id": 33},
-        ),
         "forced_eos_token_id": ({"forced_eos_token_id": (33,)}, {}),
         "logits_processors": ({"logits_processors": (lambda ids, scores: favoured(scores),)}, {}),
         "grammar": ({"grammar": OneToken(33)}, {}),

@@ -31,11 +31,9 @@ SETTINGS = {
     "suppress": {"suppress_tokens": list(range(3, 200, 2)), "begin_suppress_tokens": [4, 6, 8]},
     "forced_eos": {"forced_eos_token_id": EOS},
     "rarer": {
-        "encoder_repetition_penalty": 1.2,
         "no_repeat_ngram_size": 2,
         "sequence_bias": [[[t, t - 1], 9.0] for t in range(4, 250)],
         "forced_bos_token_id": 9,
-        "exponential_decay_length_penalty": (4, 1.2),
     },
     "together": {
         "repetition_penalty": 1.2,

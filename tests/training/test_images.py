@@ -211,7 +211,6 @@ def test_every_trained_part_is_rolled_out_from_in_the_next_step(tmp_path, part, 
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert len(logged(trainer, "rollout/logprob_drift_max")) == NUM_STEPS
     encoded = logged(trainer, "rollout/images_encoded")
-    # The first prompt of all is checked by plain forwards, and its features are kept.
     assert encoded[-1] == NUM_PROMPTS
     generator.close()
 

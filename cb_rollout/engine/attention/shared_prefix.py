@@ -103,7 +103,7 @@ def max_stretches(num_key_heads: int, num_processors: int) -> int:
     return min(MAX_STRETCHES, wanted)
 
 
-def is_cut(lengths: Sequence[int], num_stretches: int, interval: int) -> bool:
+def is_cut(lengths: Sequence[int], num_stretches: int) -> bool:
     """Return whether a row of these lengths is cut into stretches; see `triton/launch.py`."""
     stretch = max(SHORT_STRETCH, -(-sum(lengths) // num_stretches))
-    return max(lengths) > -(-stretch // interval) * interval
+    return max(lengths) > -(-stretch // STRETCH_INTERVAL) * STRETCH_INTERVAL

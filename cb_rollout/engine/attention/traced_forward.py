@@ -66,7 +66,7 @@ class Tracing:
     simplify: Callable[[fx.Graph], None] | None
     """Prepares a graph to run without compilation, in place; None: it is compiled, or not run."""
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options beside those that are asked for."""
+    """Options of inductor beside its defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class TracedForward:
         self._num_traces = 0
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
-        self._inductor_options: Mapping[str, Any] | None = None
+        self._is_compiled = False
         self.obstacle = ""
         """The reason why the forward is not compiled; "": it is, or was not to be."""
         self._weights: list[object] = []
@@ -124,7 +124,7 @@ class TracedForward:
             return "by the model, not compiled"
         if not self.can_trace:
             return "by the model"
-        if self._inductor_options is not None:
+        if self._is_compiled:
             return "by the model, until compiled"
         return "by the model, until a trace pays off"
 
@@ -138,12 +138,12 @@ class TracedForward:
         """Return whether the forward has a trace, or may still get one."""
         if self._tracing is None:
             return False
-        may_run = self._inductor_options is not None or self._tracing.simplify is not None
+        may_run = self._is_compiled or self._tracing.simplify is not None
         return self.trace is not None or (may_run and self._num_traces < MOST_TRACES)
 
-    def compile_with(self, inductor_options: Mapping[str, Any]) -> None:
+    def compile(self) -> None:
         """Make a trace in the first step, and compile it."""
-        self._inductor_options, self._steps_before_trace = inductor_options, 0
+        self._is_compiled, self._steps_before_trace = True, 0
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Drop the trace if a weight was replaced, an adapter switched, or a module has a hook.
@@ -191,19 +191,19 @@ class TracedForward:
             return
         assert self._tracing is not None
         self._num_traces += 1
-        options = self._inductor_options
+        is_compiled = self._is_compiled
         try:
-            self.trace = Trace(traceable, self._tracing, options)
+            self.trace = Trace(traceable, self._tracing, is_compiled=is_compiled)
             _LOGGER.info("decode forwards run %s", self)
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
             is_answer = isinstance(error, UntraceableError)
             reason = str(error) if is_answer else error_text(error)
-            if options is not None:
+            if is_compiled:
                 # Where nothing else than a compiled trace runs, the engine warns of all its paths.
                 level = logging.WARNING if self._tracing.simplify else logging.INFO
                 _LOGGER.log(level, "decode forwards are not compiled: %s", reason)
-                self._inductor_options, self.obstacle = None, reason
+                self._is_compiled, self.obstacle = False, reason
                 self._num_traces -= 1
                 return
             self.stay_untraced()
@@ -265,14 +265,15 @@ class Trace:
         self,
         traceable: Traceable,
         tracing: Tracing,
-        inductor_options: Mapping[str, Any] | None = None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         """Trace a forward.
 
         Args:
             traceable: the forward.
             tracing: of the cache's device.
-            inductor_options: inductor compiles the graph with these; None: it is not compiled.
+            is_compiled: whether inductor compiles the graph.
 
         Raises:
             UntraceableError: the forward reads contents, depends on the number of rows or does not
@@ -282,11 +283,10 @@ class Trace:
         traced = trace(traceable, *example(tracing.num_rows, token_ids, device))
         self.graph, self._calls = traced.graph, traced.calls
         self._weights = tracing.rewrite(self.graph, traced.weights)
-        self.is_compiled = inductor_options is not None
-        if inductor_options is not None:
-            options = {**tracing.inductor_options, **inductor_options}
+        self.is_compiled = is_compiled
+        if is_compiled:
             try:
-                self._compute = inductor.compile_graph(self.graph, options)
+                self._compute = inductor.compile_graph(self.graph, tracing.inductor_options)
             except Exception as error:
                 raise UntraceableError(f"it does not compile: {error_text(error)}") from error
         else:

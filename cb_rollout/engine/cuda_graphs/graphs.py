@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, AttentionMetadata
+from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.graph_sampler import PLAIN_SAMPLING, GraphSampler, GraphSampling
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
@@ -54,8 +54,6 @@ class GraphSizes:
 
     row_interval: int = 0
     """Multiple that rows are rounded up to."""
-    key_interval: int = 0
-    """Multiple that the keys of a stretch are rounded up to."""
     max_cached: int = 0
 
     def padded(self, num_rows: int) -> int:
@@ -68,10 +66,6 @@ class GraphSizes:
     def up_to(self, num_rows: int) -> list[int]:
         """Return the rows of every graph that runs `num_rows` or fewer."""
         return sorted({self.padded(count) for count in range(1, num_rows + 1)})
-
-    @property
-    def stretch_interval(self) -> int:
-        return self.key_interval or STRETCH_INTERVAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +353,7 @@ class GraphedDecoding:
         """Return the key of the graph that fits a step of rows of these lengths best."""
         # Rows that ended since the buffers were loaded keep their places there.
         num_rows = self._sizes.padded(max(len(lengths), self._inputs.num_rows))
-        is_cut = self._decoding.is_cut(lengths, self._sizes.stretch_interval)
+        is_cut = self._decoding.is_cut(lengths)
         return GraphKey(num_rows, has_shared or is_cut, has_shared)
 
     def add(self, key: GraphKey, block_size: int) -> None:
@@ -382,7 +376,6 @@ class GraphedDecoding:
                 small[Line.TABLE_ROW],
                 small[Line.LENGTH],
                 self._decoding.num_stretches if key.is_cut else 0,
-                stretch_interval=self._sizes.stretch_interval,
                 shared_B=small[Line.NUM_SHARED] if num_tiles else None,
                 first_T=small[Line.TILE_FIRST, :num_tiles] if num_tiles else None,
                 count_T=small[Line.TILE_COUNT, :num_tiles] if num_tiles else None,

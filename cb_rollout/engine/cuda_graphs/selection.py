@@ -3,11 +3,11 @@
 A setting that cannot be honoured is refused.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from cb_rollout.compat import inductor, multimodal
+from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
@@ -30,7 +30,6 @@ _GRAPH_SETTINGS = {
     "use_async_batching": (None, False),
     "use_cuda_graph": (None, False, (False, False), [False, False]),
     "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
     "max_cached_graphs": (0,),
 }
 
@@ -57,28 +56,18 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> None:
     Raises:
         ConfigurationError: the steps cannot be compiled as asked.
     """
-    settings, obstacle = config.compiles_decode, _compile_obstacle(runner, config)
-    options: dict[str, Any] = {}
-    if settings is None:
-        is_open = config.use_default_compile_configs is None
-        if obstacle or not is_open or runner.device.type not in COMPILED_DEVICES:
-            return
-    else:
-        try:
-            options = inductor.inductor_options(settings.mode) | dict(settings.options)
-        except RuntimeError as error:
-            obstacle = f"is of no known mode ({error})"
-        if unknown := inductor.unknown_inductor_options(settings.options):
-            obstacle = f"has options that inductor does not know ({', '.join(map(repr, unknown))})"
+    asked = config.use_default_compile_configs
+    if asked is False or (asked is None and runner.device.type not in COMPILED_DEVICES):
+        return
+    obstacle = _compile_obstacle(runner, config)
     if obstacle is None:
         traced_forward = _traced_forward(runner)
         assert traced_forward is not None
-        traced_forward.compile_with(options)
-        return
-    asked = "use_default_compile_configs=True"
-    if config.decode_compile_config is not None:
-        asked = f"decode_compile_config={config.decode_compile_config!r}"
-    raise ConfigurationError(f"{asked} {obstacle}; leave it at its default.")
+        traced_forward.compile()
+    elif asked:
+        raise ConfigurationError(
+            f"use_default_compile_configs=True {obstacle}; leave it at its default."
+        )
 
 
 def _compile_obstacle(runner: ModelRunner, config: RolloutConfig) -> str | None:
@@ -156,8 +145,7 @@ def _try_capture(
 ) -> tuple[GraphedDecoding | None, str | None]:
     """Return graphs that are captured, or the reason why they cannot be."""
     assert isinstance(runner.attention_backend, TritonBackend)
-    intervals = config.q_padding_interval_size, config.kv_padding_interval_size
-    sizes = GraphSizes(*intervals, config.max_cached_graphs)
+    sizes = GraphSizes(config.q_padding_interval_size, config.max_cached_graphs)
     vocab_size = hf_compat.vocab_size(runner.model)
     never_sampled = multimodal.never_sampled_token_ids(runner.model)
     never_sampled = tuple(token for token in never_sampled if token < vocab_size)

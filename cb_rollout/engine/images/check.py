@@ -28,8 +28,8 @@ def check_images(
 ) -> None:
     """Refuse a model that computes a prompt with images on pages unlike its plain forward.
 
-    The model has passed `check_model`. Where it differs otherwise, the runner keeps no features, or
-    begins no forward between images, for prompts of this kind. Raises `ConfigurationError`.
+    The model has passed `check_model`. Where it differs only in a forward that begins between
+    images, the runner begins none for prompts of this kind. Raises `ConfigurationError`.
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):
@@ -81,8 +81,6 @@ def check_images(
                 replace(comparison, layout=layout.at_least(surest.dtype)).run()
         finally:
             runner.attention_backend = backend
-            # The features are of another precision.
-            runner.encoder_cache.clear()
         replace(comparison, reference=own[0]).require([len(prompt_ids)])
 
 
@@ -101,19 +99,13 @@ class _Comparison:
     """Log-probabilities of the plain forward, after the prompt and after each of the two."""
 
     def run(self) -> None:
-        """Find whether features may be kept and prompts cut; refuse if neither helps."""
+        """Refuse a model that differs; find whether a forward may begin between images."""
         num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
-        # The second forward reads the features that the first one left.
         is_chunked = num_images < num_prompt and not self.layout.is_recurrent
-        ways = [num_prompt, num_images if is_chunked else num_prompt]
-        runner, encoder_cache = self.runner, self.runner.encoder_cache
-        if self._difference(ways)[0] and encoder_cache.is_used:
-            encoder_cache.is_used = False
-            encoder_cache.clear()
-        self.require(ways)
+        self.require([num_prompt, num_images] if is_chunked else [num_prompt])
         first = self.images.images[-1].tokens.start
         can_cut = first > 0 and self.images.is_divided and not self.layout.is_recurrent
-        runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
+        self.runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
 
     def require(self, ways: list[int]) -> None:
         """Refuse a model that differs where a first forward computes this many tokens."""
@@ -134,10 +126,6 @@ class _Comparison:
                 return f"log-probabilities are off its plain forward by {agreement}", None
         return "", None
 
-    def _pages(self, num_rows: int) -> tuple[PagedCache, BlockTable]:
-        longest = max(len(self.row), len(self.text))
-        return pages_for(self.runner, self.layout, num_rows, longest)
-
     def _prefilled(
         self, start: int, stop: int, images: PromptImages, pages: tuple[PagedCache, BlockTable]
     ) -> torch.Tensor:
@@ -155,7 +143,7 @@ class _Comparison:
         which has no images.
         """
         runner, row, text, images = self.runner, self.row, self.text, self.images
-        pages = self._pages(2)
+        pages = pages_for(runner, self.layout, 2, max(len(row), len(text)))
         num_prompt = len(row) - 2
         if num_first >= images.num_tokens:
             logits = self._prefilled(0, num_first, images, pages)

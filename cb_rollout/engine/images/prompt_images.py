@@ -88,6 +88,10 @@ class PromptImages:
         starts = (i.tokens.start for i in self.images if num_tokens in i.tokens)
         return next(starts, num_tokens)
 
+    def after(self, start: int) -> list[Image]:
+        """Return the images that a forward computes which begins at token `start`."""
+        return [image for image in self.images if image.tokens.stop > start]
+
     def taken(
         self,
         names: frozenset[str],
@@ -107,7 +111,7 @@ class PromptImages:
                 if name in names
             }
 
-        new = [image for image in self.images if image.tokens.stop > start]
+        new = self.after(start)
         images = tuple(image._replace(tensors=moved(image.tensors)) for image in new)
         return replace(self, images=images, of_tokens=moved(self.of_tokens))
 
@@ -116,7 +120,7 @@ class PromptImages:
 
         Zeros continue a tensor with a number for each prompt token: sampled tokens are text.
         """
-        new = [image.tensors for image in self.images if image.tokens.stop > start]
+        new = [image.tensors for image in self.after(start)]
         given = {
             name: joined([tensors[name] for tensors in new], self.dims.get(name, 0))
             for name in new[0]
@@ -162,12 +166,10 @@ class ImageInputs:
         tensors = images.images[0].tensors
         return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
 
-    def on_device(self, images: PromptImages, start: int = 0) -> PromptImages:
-        dtype = self._model.dtype if self.casts_pixels else None
-        return images.taken(self._names, self._device, dtype, start)
-
     def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
-        return self.on_device(images, start).arguments(start, stop)
+        dtype = self._model.dtype if self.casts_pixels else None
+        taken = images.taken(self._names, self._device, dtype, start)
+        return taken.arguments(start, stop)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
         """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""

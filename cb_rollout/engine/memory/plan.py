@@ -103,8 +103,6 @@ class MemoryModel:
     gather too."""
     graph_bytes: int = 0
     """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
-    encoder_cache_bytes: int = 0
-    """Memory for the features of images, kept out of the budget; 0 for a model that reads none."""
     packed_weight_bytes: int = 0
     """Memory for packed weights of linear layers, kept out of the budget; 0 on a GPU."""
     set_blocks: int | None = None
@@ -117,13 +115,8 @@ class MemoryModel:
 
     @property
     def rest_bytes(self) -> int:
-        """Return the free bytes that training, features of images and packed weights leave."""
-        return max(0, self.free_bytes - self.training.reserve - self.copied_bytes)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Return the bytes of features of images and of packed weights."""
-        return self.encoder_cache_bytes + self.packed_weight_bytes
+        """Return the free bytes that training and packed weights leave."""
+        return max(0, self.free_bytes - self.training.reserve - self.packed_weight_bytes)
 
     @property
     def bytes_per_block(self) -> int:
@@ -189,7 +182,7 @@ class MemoryPlan(MemoryModel):
     @property
     def left_bytes(self) -> int:
         """Return the unclaimed bytes; negative where more is claimed than there is."""
-        claimed = self.training.reserve + self.forward_bytes + self.copied_bytes
+        claimed = self.training.reserve + self.forward_bytes + self.packed_weight_bytes
         return self.free_bytes - claimed - self.state_bytes - self.kv_bytes
 
     @property
@@ -198,14 +191,12 @@ class MemoryPlan(MemoryModel):
         budget = f"{self.max_memory_percent:.0%} of what training leaves"
         how = "num_blocks" if self.is_fixed else budget
         left = self.left_bytes
-        held, features = self.training.held + self.graph_bytes, self.encoder_cache_bytes
-        packed = self.packed_weight_bytes
+        held, packed = self.training.held + self.graph_bytes, self.packed_weight_bytes
         return [
             Part("used otherwise", self.total_bytes - self.free_bytes - held),
             *self.training.parts,
             Part("forward workspace", self.forward_bytes),
             Part("CUDA graphs", self.graph_bytes, "" if self.graph_bytes else "none"),
-            Part("image features", features, "encoder_cache_gib" if features else "none"),
             Part("packed weights", packed, "" if packed else "none"),
             Part("recurrent states", self.state_bytes, f"{self.num_slots} sequences"),
             Part("KV cache", self.kv_bytes, f"{self.num_blocks} blocks at most, {how}"),
@@ -220,10 +211,9 @@ class MemoryPlan(MemoryModel):
 
 
 def create_memory_plan(model: MemoryModel) -> MemoryPlan:
-    """Divide the free memory: budget = share x (free - reserve - copies), rounded to blocks.
+    """Divide the free memory: budget = share x (free - reserve - packed weights), in blocks.
 
-    Copies are features of images and packed weights. States and blocks stay within the budget, and
-    leave a forward its workspace.
+    States and blocks stay within the budget, and leave a forward its workspace.
     """
     budget, num_slots, states = model.budget_bytes, model.max_requests, 0
     after_forward = max(0, model.rest_bytes - model.workspace_bytes)

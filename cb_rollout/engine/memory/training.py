@@ -44,7 +44,7 @@ UNKNOWN_OPTIMIZER = "adam"
 # An optimizer, the class of one, or the name of a known one.
 OptimizerOrName = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
-# Those that wait for the first step of their model's optimizer.
+# Those that count the steps of their model's optimizer.
 _WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
 
 
@@ -85,7 +85,7 @@ class TrainingMemory:
         optimizer: OptimizerOrName | None,
         reserve_gib: float | str,
     ) -> None:
-        """Watch for the first optimizer step.
+        """Watch for optimizer steps.
 
         `generating` is `trained`, or a copy of it. Without an optimizer, its class, or the name of
         a known one, training is expected if the model is in training mode. `reserve_gib` is the
@@ -114,25 +114,25 @@ class TrainingMemory:
         self._set_reserve = None if isinstance(reserve_gib, str) else int(reserve_gib * GIB)
         self._is_measuring = False
         self._peak: int | None = None
-        self.has_stepped = False
-        """True once the trained model's optimizer has made a step."""
+        self.num_steps = 0
+        """Steps of the trained model's optimizers; torch counts no write by a fused one (2.13)."""
         self.is_settled = False
         """True once the memory was planned after that step."""
         _watch_optimizers()
         _WATCHERS.add(self)
 
-    def record_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Record the step of an optimizer; return whether it is the trained model's."""
-        ours = {id(parameter) for parameter in self._trainable()}
+    def record_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the step of an optimizer, unless it holds none of the trained parameters."""
+        ours = {id(parameter) for parameter in self._trained.parameters()}
         steps = (id(p) for group in optimizer.param_groups for p in group["params"])
-        if ours.isdisjoint(steps):
-            return False
-        self._optimizer, self.has_stepped = weakref.ref(optimizer), True
-        return True
+        if not ours.isdisjoint(steps):
+            if not self.num_steps:
+                self._optimizer = weakref.ref(optimizer)
+            self.num_steps += 1
 
     @property
     def needs_new_plan(self) -> bool:
-        return self.has_stepped and not self.is_settled
+        return self.num_steps > 0 and not self.is_settled
 
     def settle(self) -> None:
         self.is_settled, self._is_measuring = True, False
@@ -159,11 +159,11 @@ class TrainingMemory:
         models = {id(model): model for model in (self._trained, self._generating)}.values()
         tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
         states = self._state_bytes()
-        is_measured = self.has_stepped and self._peak is not None
+        is_measured = self.num_steps > 0 and self._peak is not None
         gradients_to_come = states_to_come = 0
         if self._is_expected and not is_measured:
             gradients_to_come = max(0, _num_bytes(trainable) - gradients)
-            if not self.has_stepped:
+            if not self.num_steps:
                 states_to_come = max(0, self._estimated_state_bytes(trainable) - states)
         return TrainingBytes(
             weights=_num_bytes(t for t in tensors.values() if t.device.type == self._device.type),
@@ -208,5 +208,4 @@ def _watch_optimizers() -> None:
 
 def _record_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for training in list(_WATCHERS):
-        if training.record_step(optimizer):
-            _WATCHERS.discard(training)
+        training.record_step(optimizer)

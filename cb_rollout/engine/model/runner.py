@@ -26,8 +26,7 @@ from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.traced_forward import Traceable
-from cb_rollout.engine.images.encoder_cache import EncoderCache
-from cb_rollout.engine.images.prompt_images import Image, ImageInputs, PromptImages
+from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
@@ -86,7 +85,6 @@ class ModelRunner:
         self._passes_on = hf_compat.forward_passes_on(model)
         self.rope = RowRope(model)
         self.image_inputs = ImageInputs(model)
-        self.encoder_cache = EncoderCache()
         is_packable = self.device.type == "cpu" and not is_bitwise
         self.packed_linear = PackedLinear(model, is_enabled=is_packable)
         """Linear layers of the forwards on a CPU."""
@@ -250,20 +248,18 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
         """Run a batch's inputs on its cache; `UnsupportedAttentionError`: not in segments."""
         cache, mapping, segments = batch.cache, inputs.mapping, inputs.segments
-        positions, arguments, images = self._with_images(batch, inputs.positions)
+        positions, arguments = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
             positions = None
         is_step = not segments and inputs.input_ids.shape[1] == 1
-        is_batched = is_step and self.device.type == "cpu"
+        # An image of one token goes through the attention of the vision tower too.
+        is_batched = is_step and not arguments and self.device.type == "cpu"
         cache.begin(mapping)
         if self.recorder is not None:
             self.recorder.expect(
                 batch.routes or None, batch.num_new, self.device, is_padded=segments is None
             )
         with (
-            self.encoder_cache.installed(self.model, images, arguments)
-            if images
-            else nullcontext(),
             self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
             self._attending(segments) if segments else nullcontext(),
             hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext(),
@@ -291,15 +287,14 @@ class ModelRunner:
 
     def _with_images(
         self, batch: ForwardBatch, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[Image]]:
-        """Return positions of a row with images, tensors of its images, and the images."""
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return positions of a row with images, and tensors of its images."""
         if batch.images is None:
-            return positions, {}, []
+            return positions, {}
         (stop,), (num_new,) = batch.lengths, batch.num_new
         start = stop - num_new
-        taken = self.image_inputs.on_device(batch.images, start)
         positions = self.image_inputs.positions(batch.images, start, stop)
-        return positions, taken.arguments(start, stop), list(taken.images)
+        return positions, self.image_inputs.arguments(batch.images, start, stop)
 
     def plain_logits(
         self,

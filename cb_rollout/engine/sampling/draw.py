@@ -55,7 +55,7 @@ class SamplingBatch:
     greedy_rows: torch.Tensor | None
     """Indices of the rows that take the most likely token; None: there are none."""
     truncated_rows: torch.Tensor | None
-    """Indices of the rows with top-k, top-p, min-p or typical-p; None: there are none."""
+    """Indices of the rows with top-k, top-p or min-p; None: there are none."""
     truncation: Truncation | None
     """The parameters of `truncated_rows`."""
     top_rows: torch.Tensor | None

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from transformers.generation.logits_process import (
-    EncoderRepetitionPenaltyLogitsProcessor,
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     MinLengthLogitsProcessor,
@@ -27,7 +26,6 @@ from transformers.generation.logits_process import (
     SuppressTokensAtBeginLogitsProcessor,
 )
 
-from cb_rollout.config.sampling import MAX_LOGIT_CHANGE
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 
@@ -182,14 +180,10 @@ def _create_of_rows(
 
 
 def _first_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    params = request.params
-    given = (params.sequence_bias or {}).items()
+    given = (request.params.sequence_bias or {}).items()
     biases: Any = {s: bias for s, bias in given if max(s) < rows.vocab_size}
     if biases:
         yield SequenceBiasLogitsProcessor(biases)
-    if params.encoder_repetition_penalty != 1:
-        prompt_1T = rows.known(request.prompt_ids)[None]
-        yield EncoderRepetitionPenaltyLogitsProcessor(params.encoder_repetition_penalty, prompt_1T)
 
 
 def _later_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
@@ -207,30 +201,8 @@ def _later_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
     if params.forced_eos_token_id:
         longest = num_prompt + request.max_new_tokens
         yield ForcedEOSTokenLogitsProcessor(longest, rows.known(params.forced_eos_token_id))
-    if params.exponential_decay_length_penalty:
-        start, factor = params.exponential_decay_length_penalty
-        yield partial(_decayed, rows.known(request.stop_tokens), num_prompt + start, factor)
     for processor in params.logits_processors:
         yield partial(_processed_by, processor, request)
-
-
-def _decayed(
-    stop_K: torch.Tensor, start: int, factor: float, ids_1T: torch.Tensor, scores_1V: torch.Tensor
-) -> torch.Tensor:
-    """Raise the stop tokens' logits, as transformers' `ExponentialDecayLengthPenalty`.
-
-    That one overflows, and in transformers 5.17 gives NaN for a stop token that is forbidden.
-    """
-    num_after = ids_1T.shape[1] - start
-    if num_after <= 0:
-        return scores_1V
-    growth = MAX_LOGIT_CHANGE
-    if num_after * math.log(factor) < math.log(growth):
-        growth = factor**num_after
-    logits_1K = scores_1V[:, stop_K]
-    # A stop token that is forbidden stays so: -inf + inf would be NaN.
-    added_1K = (logits_1K.abs() * (growth - 1)).masked_fill(logits_1K.isinf(), 0.0)
-    return scores_1V.index_add(1, stop_K, added_1K)
 
 
 def _processed_by(

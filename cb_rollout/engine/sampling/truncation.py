@@ -1,4 +1,4 @@
-"""Apply top-k, top-p, min-p, then typical-p, as transformers does, sorting as little as possible.
+"""Apply top-k, top-p and min-p, as transformers does, sorting as little as possible.
 
 Arithmetic on logits; keeps no state.
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers.generation.logits_process import TypicalLogitsWarper
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory import device as devices
@@ -41,8 +40,6 @@ class Truncation:
     """True: some row has no top-k, so its top-p is of its whole vocabulary."""
     num_candidates: int
     """The number of most likely tokens to look at first."""
-    typical: tuple[tuple[int, TypicalLogitsWarper], ...]
-    """Rows with typical-p, and what applies it."""
 
 
 def create_truncation(params: Sequence[SamplingParams], device: torch.device) -> Truncation | None:
@@ -56,25 +53,11 @@ def create_truncation(params: Sequence[SamplingParams], device: torch.device) ->
         has_whole=not all(p.top_k for p in params),
         # More than k, since other tokens may be as likely as the k-th.
         num_candidates=max(2 * p.top_k or NUM_CANDIDATES for p in params),
-        typical=tuple(
-            (row, TypicalLogitsWarper(p.typical_p))
-            for row, p in enumerate(params)
-            if p.typical_p < 1
-        ),
     )
 
 
 def truncate(logits_RV: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Return float32 logits, already divided by temperature, with excluded tokens at -inf."""
-    kept_RV = _most_likely(logits_RV, truncation)
-    for row, warper in truncation.typical:
-        # It does not look at the token ids.
-        kept_RV[row] = warper(torch.LongTensor(), kept_RV[row : row + 1])[0]
-    return kept_RV
-
-
-def _most_likely(logits_RV: torch.Tensor, truncation: Truncation) -> torch.Tensor:
-    """Apply top-k, top-p and min-p.
+    """Return float32 logits, already divided by temperature, with excluded tokens at -inf.
 
     Each rule keeps the most likely tokens up to some point. If the last candidate is excluded, so
     are all less likely tokens, and the vocabulary need not be sorted.

@@ -35,14 +35,13 @@ MAX_DECODES_IN_A_ROW = 8
 
 
 class WaitingQueue:
-    """Sequences that wait for blocks and a table row, in order of arrival or the longest first.
+    """Sequences that wait for blocks and a table row, in order of arrival.
 
     One that ended while it waited stays in place and is passed over, so that ending it costs the
     same however many wait. The length counts the unfinished.
     """
 
-    def __init__(self, scheduler_type: str = SchedulerType.FIFO) -> None:
-        self._is_longest_first = scheduler_type == SchedulerType.LONGEST_FIRST
+    def __init__(self) -> None:
         self._requests: deque[Request] = deque()
         self.num_ended = 0
         """Sequences of the queue that were ended."""
@@ -61,20 +60,7 @@ class WaitingQueue:
         return self._requests[0] if self._requests else None
 
     def append(self, request: Request) -> None:
-        """Queue a new sequence; ties are stable, and sequences that ran before stay in front.
-
-        The longest expected first, so that it does not run alone after all others, is the LPT rule
-        (longest processing time first) of Graham, "Bounds on multiprocessing timing anomalies",
-        1969. A prompt without completions may be the longest. A group has one expected length.
-        """
-        num_passed, length = 0, request.expected_length
-        for waiting in reversed(self._requests) if self._is_longest_first else ():
-            other = waiting.expected_length
-            is_longer = other is not None and (length is None or length > other)
-            if waiting.admitted_time is not None or not is_longer:
-                break
-            num_passed += 1
-        self._requests.insert(len(self._requests) - num_passed, request)
+        self._requests.append(request)
 
     def appendleft(self, request: Request) -> None:
         self._requests.appendleft(request)
@@ -108,7 +94,7 @@ class Scheduler:
         `grow` makes room for as many more blocks as it can, and returns the total. `before_release`
         is called with each sequence that is about to lose its blocks.
         """
-        self.waiting = WaitingQueue(scheduler_type)
+        self.waiting = WaitingQueue()
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self._type, self._counters, self._grow = scheduler_type, counters, grow
@@ -130,7 +116,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all sequences, without touching them, and every block."""
-        self.waiting = WaitingQueue(self._type)
+        self.waiting = WaitingQueue()
         self.prefilling, self.running = deque(), []
         self._start_empty(self.limits, self.blocks.policy_version)
 
@@ -312,8 +298,8 @@ class Scheduler:
             if num_computed // size > num_before // size:
                 self.blocks.remember(request)
 
-    def retire_running(self) -> list[Request]:
-        """Remove the running sequences that ended, and free their blocks; return them."""
+    def retire_running(self) -> None:
+        """Remove the running sequences that ended, and free their blocks."""
         decoding = RequestStatus.DECODING
         ended = [request for request in self.running if request.status is not decoding]
         if ended:
@@ -321,7 +307,6 @@ class Scheduler:
             for request in ended:
                 assert request.status.is_final
                 self._free(request)
-        return ended
 
     def retire(self, request: Request) -> None:
         assert request.status.is_final

@@ -44,7 +44,7 @@ DRAWS = "cb_rollout"
 # Metrics of a rollout's turns that are added up; of the others the largest counts.
 SUMMED = (
     *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
-    *("images_encoded", "images_reused"),
+    "images_encoded",
 )
 # Averaged over the turns' tokens.
 AVERAGED = ("log_kept_mass", "kept_tokens")

@@ -410,7 +410,7 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
 
 def _truncations(params: SamplingParams, length: int) -> tuple[str, str]:
     """Return the settings that truncate, and a bound of the probability that is left."""
-    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     settings = {k: value for k in rest if (value := getattr(params, k)) != rest[k]}
     bound = ""
     if settings.keys() == {"top_p"}:

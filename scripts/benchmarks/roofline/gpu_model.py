@@ -30,7 +30,7 @@ from benchmarks.roofline.steps import (
 from benchmarks.roofline.stretches import stretches
 from benchmarks.roofline.vllm_kernels import BF16, VERSION, vllm_step
 from benchmarks.sizes import Setup
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL, is_cut, max_stretches
+from cb_rollout.engine.attention.shared_prefix import is_cut, max_stretches
 from cb_rollout.tools.bench.workload import create_model
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def engine_step(shape: Shape, rows: Rows, card: Card, sampled: str = PLAIN) -> T
     def num_stretches(one: Card) -> int:
         count = max_stretches(shape["num_key_value_heads"], one.num_processors)
         lengths = [rows.num_tokens] * rows.num_rows
-        return count if is_cut(lengths, count, STRETCH_INTERVAL) else 0
+        return count if is_cut(lengths, count) else 0
 
     like = next(one for one in CARDS if num_stretches(one) == num_stretches(card))
     return _engine_decode(_key(shape), rows, like.num_processors, sampled)

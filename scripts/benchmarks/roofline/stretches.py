@@ -59,7 +59,7 @@ class Programs(NamedTuple):
 
 def cut_by_list(step: Keys, num_stretches: int) -> Programs:
     """Return the programs of the engine's own kernels: those of `launch.cut`."""
-    if not step.shared and not is_cut(step.own, num_stretches, STRETCH_INTERVAL):
+    if not step.shared and not is_cut(step.own, num_stretches):
         return Programs(step.own, len(step.own))
     keys, num_launched = [], 0
     for units in filter(None, (step.own, step.shared)):

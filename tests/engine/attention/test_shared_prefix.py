@@ -54,4 +54,4 @@ def test_an_h100_is_full_with_four_stretches_for_each_processor():
     ],
 )
 def test_keys_are_cut_where_a_row_is_long_beside_the_others(lengths, expected):
-    assert is_cut(lengths, num_stretches=66, interval=128) is expected
+    assert is_cut(lengths, num_stretches=66) is expected

@@ -1,5 +1,7 @@
 """A traced forward does what the model's own forward does, or there is none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny_model
@@ -30,8 +32,8 @@ def traceable(runner):
     return Traceable(runner.decode, runner.attention_backend.cache, text_token_ids(runner.model))
 
 
-def trace_of(runner, inductor_options=None):
-    return Trace(traceable(runner), TRACING, inductor_options)
+def trace_of(runner, tracing=TRACING, **settings):
+    return Trace(traceable(runner), tracing, **settings)
 
 
 def both(runner, traced, num_rows):
@@ -87,15 +89,16 @@ def test_linear_layers_with_biases_have_a_trace():
 @pytest.mark.parametrize("family", TRACEABLE)
 def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
     runner = runner_of(tiny_model(family))
-    traced = trace_of(runner, {})
+    traced = trace_of(runner, is_compiled=True)
     for num_rows in (1, 2, 3, 5, 64, 65, 200):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
 def test_an_untraceable_error_names_what_the_compiler_raised():
     runner = runner_of(tiny_model("llama"))
+    tracing = replace(TRACING, inductor_options={"no_such_option": 1})
     with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
-        trace_of(runner, {"no_such_option": 1})
+        trace_of(runner, tracing, is_compiled=True)
 
 
 def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():

@@ -1,6 +1,5 @@
 import pytest
 
-from cb_rollout.engine.attention.shared_prefix import STRETCH_INTERVAL
 from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
 
 
@@ -19,6 +18,4 @@ def test_sizes_up_to_1024_rows_waste_little_and_are_few():
 
 
 def test_an_interval_of_ones_own_is_kept():
-    sizes = GraphSizes(row_interval=10, key_interval=100)
-    assert (sizes.padded(11), sizes.stretch_interval) == (20, 100)
-    assert GraphSizes().stretch_interval == STRETCH_INTERVAL
+    assert GraphSizes(row_interval=10).padded(11) == 20

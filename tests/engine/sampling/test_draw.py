@@ -12,7 +12,6 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 from trl.trainer.utils import selective_log_softmax
 
@@ -40,7 +39,6 @@ TRUNCATIONS = [
     {"top_p": 0.6},
     {"min_p": 0.3},
     {"top_k": 5, "top_p": 0.9, "min_p": 0.1},
-    {"top_k": 6, "typical_p": 0.5},
 ]
 
 
@@ -66,8 +64,6 @@ def warped(logits_BV, params):
         logits_BV = TopPLogitsWarper(params.top_p)(None, logits_BV)
     if params.min_p:
         logits_BV = MinPLogitsWarper(params.min_p)(None, logits_BV)
-    if params.typical_p < 1:
-        logits_BV = TypicalLogitsWarper(params.typical_p)(None, logits_BV)
     return logits_BV
 
 
@@ -213,7 +209,7 @@ def test_the_most_likely_tokens_come_with_rows_that_want_them(mode):
 
 def borders_are_clear(logits_BV, params):
     """Whether no token is so near a cutoff that rounding decides."""
-    ranked_BV = warped(logits_BV, replace(params, top_p=1.0, min_p=0.0, typical_p=1.0))
+    ranked_BV = warped(logits_BV, replace(params, top_p=1.0, min_p=0.0))
     sorted_BV = ranked_BV.double().softmax(-1).sort(-1, descending=True).values
     top_p_gap = (sorted_BV.cumsum(-1) - params.top_p).abs().min()
     min_p_gap = (sorted_BV / sorted_BV[:, :1] - params.min_p).abs().min()
@@ -227,12 +223,11 @@ def borders_are_clear(logits_BV, params):
     top_k=st.integers(0, 60),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
-    typical_p=st.just(1.0) | st.floats(0.01, 1),
 )
 def test_truncation_keeps_what_transformers_keeps(
-    seed, vocab_size, temperature, top_k, top_p, min_p, typical_p
+    seed, vocab_size, temperature, top_k, top_p, min_p
 ):
-    cutoffs = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    cutoffs = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     params = SamplingParams(temperature=temperature, **cutoffs)
     logits_BV = random_logits(seed, 3, vocab_size)
     if borders_are_clear(logits_BV, params):

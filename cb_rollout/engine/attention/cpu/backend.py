@@ -247,8 +247,6 @@ def attend(
 ) -> torch.Tensor:
     """Write each row's newest key and value, and attend over all of its keys.
 
-    All rows are written before any row attends, so rows of one table row see each other.
-
     All states have the dtype of the pages, `[P, K x D]` and `[P, K x E]`. Table rows and lengths
     are int64; a length counts the new token. Returns `[B, 1, H, E]`.
 

@@ -24,7 +24,6 @@ from cb_rollout.engine.attention.joined_products import (
     replace_by_columns,
 )
 from cb_rollout.engine.attention.shared_prefix import (
-    STRETCH_INTERVAL,
     AttentionMetadata,
     is_cut,
     max_stretches,
@@ -211,9 +210,9 @@ class TritonBackend(AttentionBackend):
         """Most rows that read a shared prompt together, in every layer."""
         return min(self._rows_per_tile.values(), default=1)
 
-    def is_cut(self, lengths: Sequence[int], interval: int = STRETCH_INTERVAL) -> bool:
+    def is_cut(self, lengths: Sequence[int]) -> bool:
         """Return whether any row of these lengths is worth cutting."""
-        return is_cut(lengths, self.num_stretches, interval)
+        return is_cut(lengths, self.num_stretches)
 
     def _integers(self, values: Sequence[int]) -> torch.Tensor:
         return devices.to_device(values, self.cache.device, torch.int32)
