@@ -66,9 +66,7 @@ def test_causes_come_first_in_each_family_and_precision(settings, family, dtype)
         if report.cause is not cause:
             missed[fault] = report.sentence
             assert cause is not Cause.ROUNDING, str(report)
-    # With old keys, an update in flight may lie within bfloat16's rounding of the older version.
-    allowed = {"update in flight, old keys"} if dtype == torch.bfloat16 else set()
-    assert set(missed) <= allowed, missed
+    assert missed == {}
 
 
 @pytest.fixture(scope="module")
