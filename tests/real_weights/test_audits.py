@@ -8,6 +8,10 @@ from measure_audit import NUM_NEW, engines, real_setting
 
 pytestmark = pytest.mark.slow
 
+# In bfloat16 an adapter or a second BOS moves a number by about its rounding. Evidence, 0.4 nats a
+# token, has to exceed the 20 nats that rounding is given.
+NUM_TOKENS = 2 * NUM_NEW
+
 FAULTS = (
     "none",
     "older version",
@@ -24,7 +28,7 @@ def test_the_cause_of_a_fault_of_a_real_model_comes_first(smollm2, dtype):
     named = {}
     for fault, cause, engine, arguments in engines(setting):
         if fault in FAULTS:
-            outputs = engine.sample(setting.prompts, NUM_NEW)
+            outputs = engine.sample(setting.prompts, NUM_TOKENS)
             report = cb_rollout.audit(outputs, setting.model, **arguments)
             named[fault] = report.cause, cause
     assert set(named) == set(FAULTS)
