@@ -16,8 +16,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from cb_rollout import RolloutConfig, attach
+from cb_rollout import RolloutConfig, attach, detach
 from cb_rollout.packing import batch as packing
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.tools.bench.run import describe_machine
@@ -115,6 +115,8 @@ def create_trainer(output_dir: str, model: str, num_rows: int) -> GRPOTrainer:
             report_to=[],
             use_cpu=True,
             bf16=False,
+            # A batch made by hand has no ratios of sampled log-probabilities.
+            vllm_importance_sampling_correction=False,
         ),
         train_dataset=Dataset.from_list([{"prompt": "1"}]),
     )
@@ -137,35 +139,26 @@ def gradient_norm(trainer: Any) -> float:
 
 def measured(trainer: Any, batch: dict[str, Any], num_rounds: int) -> dict[str, Any]:
     """Return tokens, seconds and the gradient's norm of each path."""
-    ways = {"prompts alone": sharing_prompts_alone, "tree": None}
-    trainer.model.train()
-    # The first batch also compares forwards.
+    ways = {"prompts alone": sharing_prompts_alone, "tree": nullcontext}
+    found = {name: {"tokens": 0, "seconds": [], "gradient_norm": 0.0} for name in ("trl", *ways)}
+    found["trl"]["tokens"] = batch["prompt_ids"].numel() + batch["completion_ids"].numel()
+    # The first batch after `attach` also compares forwards.
     few = {name: value[:4] if value.dim() else value for name, value in batch.items()}
-    seconds: dict[str, list[float]] = {"trl": []} | {name: [] for name in ways}
-    norms: dict[str, float] = {}
-    tokens = {"trl": batch["prompt_ids"].numel() + batch["completion_ids"].numel()}
+    trainer.model.train()
     learn(trainer, few)
     for _ in range(num_rounds):
-        seconds["trl"].append(learn(trainer, batch))
-    norms["trl"] = gradient_norm(trainer)
-    with attach(trainer, RolloutConfig(loss_forward="packed", verify_every_steps=0)):
+        found["trl"]["seconds"].append(learn(trainer, batch))
+        found["trl"]["gradient_norm"] = gradient_norm(trainer)
+        attach(trainer, RolloutConfig(loss_forward="packed", verify_every_steps=0))
         learn(trainer, few)
         for name, way in ways.items():
-            for _ in range(num_rounds):
-                seconds[name].append(_learn_in(way, trainer, batch))
-            norms[name] = gradient_norm(trainer)
-            tokens[name] = trainer._metrics["train"]["rollout/loss_tokens_computed"][-1]
-    return {
-        name: {"tokens": tokens[name], "seconds": seconds[name], "gradient_norm": norms[name]}
-        for name in seconds
-    }
-
-
-def _learn_in(way: Callable[[], Any] | None, trainer: Any, batch: dict[str, Any]) -> float:
-    if way is None:
-        return learn(trainer, batch)
-    with way():
-        return learn(trainer, batch)
+            with way():
+                found[name]["seconds"].append(learn(trainer, batch))
+            found[name]["gradient_norm"] = gradient_norm(trainer)
+            tokens = trainer._metrics["train"]["rollout/loss_tokens_computed"][-1]
+            found[name]["tokens"] = int(tokens)
+        detach(trainer)
+    return found
 
 
 def main() -> None:
@@ -187,7 +180,7 @@ def main() -> None:
         path["tokens_to_tree"] = path["tokens"] / num_needed
         path["median_seconds"] = statistics.median(path["seconds"])
         print(
-            f"{name:<15}{path['tokens']:>8.0f} tokens, {path['tokens_to_tree']:5.2f} of tree, "
+            f"{name:<15}{path['tokens']:>8} tokens, {path['tokens_to_tree']:5.2f} of tree, "
             f"{path['median_seconds']:7.1f} s, gradient {path['gradient_norm']:.6g}"
         )
     record = {
