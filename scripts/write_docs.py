@@ -342,11 +342,9 @@ def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any
 def caption(record: dict[str, Any], has_shares: bool) -> str:
     """Return a table's caption: machine, turns, date and versions."""
     shares = f" {SHARES}" if has_shares else ""
-    versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
     turns = f"{record['repetitions']} turn{'s' * (record['repetitions'] != 1)} each"
     machine = f"{record['device']}, {record['threads']} threads"
-    return f"<sub>{machine}, {turns}, {record['date']}; {said}.{shares}</sub>"
+    return f"<sub>{machine}, {turns}, {dated_versions(record)}.{shares}</sub>"
 
 
 def gpu_model_tables(record: dict[str, Any]) -> str:
@@ -419,7 +417,8 @@ def compiled_table(record: dict[str, Any]) -> str:
         lines.append(line)
     step = next(iter(groups)).partition(f"{models[0]}, ")[2].removesuffix(", modelled")
     title = f"**A compiled decode step of {step}: {record['note']}**"
-    return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([title, "", *rows, "", f"<sub>{dated_versions(record)}.</sub>", ""])
 
 
 def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
@@ -451,9 +450,13 @@ def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
         lines.append(line)
     title = f"**{kind.capitalize()} of Qwen3 {model} on an {CARD_SHOWN}: {record['note']}**"
     rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([title, "", *rows, "", f"<sub>{dated_versions(record)}.</sub>", ""])
+
+
+def dated_versions(record: dict[str, Any]) -> str:
+    """Return the date of a record and the versions that it was made with."""
     versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return "\n".join([title, "", *rows, "", f"<sub>{record['date']}; {said}.</sub>", ""])
+    return f"{record['date']}; " + ", ".join(f"{k} {v}" for k, v in versions.items())
 
 
 def contenders_by_rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -245,6 +245,8 @@ def _values(
             end = start + len(weight.tensors)
             yield weight, weight.value(read[start:end], splits[start])
             start = end
+        # Freed before more is gathered.
+        del read
 
 
 def _buckets(weights: Sequence[Weight], source: PlainSource) -> Iterator[list[Weight]]:

@@ -9,6 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
 from cb_rollout.engine.attention.shared_prefix import (
@@ -20,11 +21,6 @@ from cb_rollout.engine.cuda_graphs import graphs
 from cb_rollout.engine.cuda_graphs.capture import Replay
 from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
 from cb_rollout.tools.bench.run import timed
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
 
 # Stages of the loop over keys. Triton compiles four as three.
 STAGES = (2, 3, 5)
@@ -77,7 +73,7 @@ def bench_stages(
 
 def _varlen_obstacle() -> str | None:
     """Return why PyTorch's kernel reads no pages; None: it reads them, from torch 2.12 on."""
-    if varlen_attn is not None and "block_table" in signature(varlen_attn).parameters:
+    if "block_table" in signature(varlen_attn).parameters:
         return None
     return f"torch {torch.__version__} has no block table"
 
