@@ -81,7 +81,8 @@ write_parts() {
   echo "{${records[*]}}" >"$results/parts.unfinished"
   mv "$results/parts.unfinished" "$results/parts.json"
   if [ -n "$archive" ]; then
-    tar -czf "$archive.unfinished" -C "$results" --exclude ./site --exclude '*.unfinished' .
+    tar -czf "$archive.unfinished" -C "$results" --exclude ./site --exclude '*.unfinished' \
+      --exclude "${archive##*/}" .
     mv "$archive.unfinished" "$archive"
   fi
 }

@@ -154,7 +154,8 @@ def test_the_script_ends_in_time_and_names_what_it_did_not_reach(check):
 
 
 def test_the_archive_holds_the_results_of_all_parts_and_no_wheels(check, tmp_path):
-    results, archive = tmp_path / "results", tmp_path / "out.tar.gz"
+    results = tmp_path / "results"
+    archive = results / "out.tar.gz"
     (results / "site").mkdir(parents=True)
     (results / "site" / "carried.py").write_text("")
     check(results, archive)
