@@ -151,7 +151,7 @@ class _VarlenStep:
         return _seconds(self._attend, self._device)
 
     def _attend(self) -> torch.Tensor:
-        outputs = [
+        outputs: list[Any] = [
             varlen_attn(
                 self._queries_BHD,
                 keys,

@@ -78,7 +78,7 @@ PLANNED_LAYERS, PERIOD = 4, 2
 
 
 class Form(NamedTuple):
-    """How the weights of a compiled step are held."""
+    """Layout and dtypes of the weights of a compiled step."""
 
     is_copy: bool
     """True if neighbouring weights lie side by side, so that their products are joined."""
