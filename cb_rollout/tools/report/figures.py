@@ -177,9 +177,12 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
     if len(runs) == 1 and (window := smoothing_window(len(lines[0][1]))) > 1:
         curves.insert(0, Curve(lines[0][1], "raw"))
         keys += [("raw", f"each step; the line: mean over {window}")]
-    around = {step: span for step, *span in spans[0]} if len(runs) == 1 else {}
+    around = {
+        step: f" ({panel.label(low)} to {panel.label(high)})"
+        for step, low, high in (spans[0] if len(runs) == 1 else ())
+    }
     tips = [
-        (step, f"step {step:,}: {panel.label(value)}" + _range(around.get(step), panel.label))
+        (step, f"step {step:,}: {panel.label(value)}{around.get(step, '')}")
         for step, value in drawn[0][2]
     ]
     points = [*chain(*(x.points for x in curves)), *chain(*(x.spans for x in bands))]
@@ -199,7 +202,3 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
 def _smoothed(spans: Sequence[Span]) -> list[Span]:
     lows, highs = (smoothed([(span[0], span[end]) for span in spans]) for end in (1, 2))
     return [(step, low, high) for (step, low), (_, high) in zip(lows, highs, strict=True)]
-
-
-def _range(span: Sequence[float] | None, label: Callable[[float], str]) -> str:
-    return f" ({label(span[0])} to {label(span[1])})" if span else ""
