@@ -80,7 +80,7 @@ def test_pages_are_split_with_the_heads(pair, four):
 
 
 def test_random_calls_deliver_the_same_on_every_process():
-    ranks = run_processes("distributed/tensor_parallel_schedule.py", "50")
+    ranks = run_processes("distributed/tensor_parallel_schedule.py", "25")
     for rank in ranks:
         assert rank["delivered"] == ranks[0]["delivered"]
         assert rank["preemptions"] == ranks[0]["preemptions"] > 0
