@@ -33,10 +33,10 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
-from cb_rollout.tools.report.advice import advice
 from cb_rollout.tools.report.figures import (
     DRIFT_KEYS,
     STYLES,
+    advice,
     figures_html,
     series,
     smoothed,
