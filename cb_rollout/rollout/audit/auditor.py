@@ -31,10 +31,10 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.rollout.audit import evidence
 from cb_rollout.rollout.audit.evidence import Prediction
-from cb_rollout.rollout.audit.forwards import Change, Forwards
+from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights
 from cb_rollout.rollout.audit.hypotheses import Hypothesis, hypotheses, layer_hypotheses
 from cb_rollout.rollout.audit.readouts import Readouts
-from cb_rollout.rollout.audit.report import AuditReport, Cause, Evidence
+from cb_rollout.rollout.audit.report import NO_NUMBERS, AuditReport, Cause, Evidence
 from cb_rollout.types import GenerationOutput
 
 if TYPE_CHECKING:
@@ -78,7 +78,8 @@ def audit(
 
     Args:
         outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids`, at least one
-            `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`.
+            `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`. If
+            none has `logprobs`, the tokens alone are tested, as draws from the model.
         model: the trainer's causal language model as it was when it sampled, plain or wrapped by
             PEFT, DDP or accelerate, on one device.
         versions: earlier weights by name or number: a state dict of the model or of its adapter, or
@@ -124,9 +125,10 @@ def _chosen(
     if not scored:
         raise InvalidRequestError("no output holds a generated token; pass those of a rollout.")
     vocab_size = hf_compat.vocab_size(hf_compat.unwrap(model))
+    has_numbers = any(output.logprobs for output in scored)
     for output in scored:
         num, num_reported = len(output.generated_tokens), len(output.logprobs)
-        if num != num_reported or not output.prompt_ids or output.images is not None:
+        if num_reported != num * has_numbers or not output.prompt_ids or output.images is not None:
             raise InvalidRequestError(
                 f"{output.request_id} has {len(output.prompt_ids)} prompt tokens, {num} generated "
                 f"tokens and {num_reported} log-probabilities; each generated token needs one, and "
@@ -168,11 +170,13 @@ class _Auditor:
         temperatures = [output.temperature for output in outputs]
         self.readouts = Readouts(logits, rows, temperatures, self.reported_N, params, is_processed)
         trainer = self.readouts.of(self.readouts.claimed)
+        cause, detail = Cause.ROUNDING, ""
+        if not values:
+            self.reported_N, detail = trainer.logprobs_N, NO_NUMBERS
         self.rounding = self._measured_rounding(trainer)
         self.readouts.slack = LARGEST_MULTIPLE * self.rounding
         self.step_N: float | torch.Tensor = evidence.decimal_step(self.reported_N)
         """Distance of the numbers that could be sent."""
-        cause, detail = Cause.ROUNDING, ""
         if (dtype := evidence.short_dtype(self.reported_N)) is not None:
             cause, detail = Cause.LOGPROBS_16BIT, str(dtype).removeprefix("torch.")
             self.step_N = self.reported_N.abs() * torch.finfo(dtype).eps
@@ -221,11 +225,9 @@ class _Auditor:
         """Test every cause, and return the report."""
         weights = {str(name): self.forwards.weights_of(own) for name, own in versions.items()}
         words = None if tokenizer is None else text_tokenizer(tokenizer)
-        found = [self.clean, *map(self._tested, self.readouts.all())]
-        for hypothesis in hypotheses(self.forwards, weights, words):
-            found.append(self._tested(hypothesis))
-            if hypothesis.cause is Cause.OLDER_VERSION:
-                found += map(self._tested, self._updated(found[-1]))
+        found = [self.clean]
+        if self.clean.hypothesis.detail != NO_NUMBERS:
+            found += self._others(weights, words)
         ranking = self._ranked(found)
         multiple = float((self.clean.distances_N / self.clean.noise_N).median())
         is_doubtful = ranking[0][0] is self.clean and multiple > DOUBTFUL_MEDIAN
@@ -240,6 +242,14 @@ class _Auditor:
             self._starts(best if first.explains else self.clean),
             len(self.reported_N),
         )
+
+    def _others(self, weights: Mapping[str, Weights], tokenizer: Any) -> Iterator[TestedCause]:
+        """Test each cause but rounding."""
+        yield from map(self._tested, self.readouts.all())
+        for hypothesis in hypotheses(self.forwards, weights, tokenizer):
+            yield (own := self._tested(hypothesis))
+            if hypothesis.cause is Cause.OLDER_VERSION:
+                yield from map(self._tested, self._updated(own))
 
     def _updated(self, older: TestedCause) -> Iterator[Hypothesis]:
         """Yield the causes of weights that changed while sequences were sampled.

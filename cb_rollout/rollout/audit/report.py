@@ -11,6 +11,9 @@ NUM_LISTED = 5
 # Of a draw that is not the claimed one; chance passes it once in a million reports.
 LEAST_Z_SCORE = 5.0
 
+# Detail of a rounding that was not tested.
+NO_NUMBERS = "no numbers reported"
+
 _UPDATE = "Copy the weights to the engine after every update, and check that it answers for it."
 _REPORT = "Have the engine report the numbers that the loss assumes, or the loss assume these."
 
@@ -108,12 +111,14 @@ class AuditReport:
             )
         if self.cause is not Cause.ROUNDING:
             return f"Log-probabilities differ by: {first.name}. {first.cause.advice}"
+        are_known = first.detail != NO_NUMBERS
         if self:
-            return f"Rounding explains {self.num_tokens:,} log-probabilities."
+            fit = f"{self.num_tokens:,} tokens without log-probabilities fit the model."
+            return f"Rounding explains {self.num_tokens:,} log-probabilities." if are_known else fit
         return (
-            "Log-probabilities are right, but tokens do not fit the claimed distribution (z = "
-            f"{self.draw_z_score:+.1f}). Pass truncation and penalties as sampling_params; else "
-            "the engine samples otherwise than it reports."
+            f"Log-probabilities are {'right' if are_known else 'unknown'}, but tokens do not fit "
+            f"the claimed distribution (z = {self.draw_z_score:+.1f}). Pass truncation and "
+            "penalties as sampling_params; else the engine samples otherwise than it reports."
         )
 
     def __str__(self) -> str:
