@@ -11,6 +11,7 @@ B: rows of a rollout, T: tokens of a completion.
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -29,109 +30,87 @@ if TYPE_CHECKING:
 SCORING = "_generate_and_score_completions"
 
 
-def audit_callback(
-    trainer: Any,
-    *,
-    every_steps: int = 50,
-    versions: Mapping[Any, Any] | None = None,
-    keep_versions: bool = False,
-) -> "AuditCallback":
-    """Return a callback that audits a stock trainer's rollouts, of vLLM or any other engine.
+@dataclass(kw_only=True, eq=False)
+class AuditCallback(TrainerCallback):
+    """Callback for a stock trainer that audits the rollouts of its engine, vLLM or any other.
 
-    Pass it to `trainer.add_callback`. An audit takes four sequences and 128 tokens of each, of the
-    first rollout and then of one each `every_steps`. It warns in one sentence where rounding does
-    not explain the numbers, and logs `audit/alarm` (0 or 1) and `audit/evidence` (nats a token for
-    the cause, over rounding); its `report` is the last. Tokens without log-probabilities, as of
-    `generate`, are tested as draws alone. Rollouts with images are not audited.
-
-    Args:
-        trainer: a `GRPOTrainer` or `RLOOTrainer`, with `use_vllm=True` or not.
-        every_steps: optimizer steps from one audit to the next.
-        versions: earlier weights, as of `audit`.
-        keep_versions: hold copies, on the CPU, of the trainable weights of the first rollout and of
-            the one before, as versions: twice their bytes, and a copy each rollout.
+    An audit takes four sequences and 128 tokens of each, of the first rollout and then of one each
+    `every_steps`. It warns in one sentence where rounding does not explain the numbers, and logs
+    `audit/alarm` (0 or 1) and `audit/evidence` (nats a token for the cause, over rounding). Tokens
+    without log-probabilities, as of `generate`, are tested as draws alone. Rollouts with images are
+    not audited.
 
     Raises:
         ConfigurationError: the trainer does not score rollouts as TRL 1.16, or shards its model.
     """
-    if not hasattr(trainer, SCORING) or shards_models(trainer.accelerator) or every_steps < 1:
-        raise ConfigurationError(
-            f"audit_callback(every_steps={every_steps}) takes a GRPOTrainer or RLOOTrainer of trl "
-            f"1.16 with a whole model on each process, and steps from 1; {type(trainer).__name__} "
-            "is another, or shards by FSDP or ZeRO-3: save a checkpoint and use cb-rollout audit."
-        )
-    return AuditCallback(trainer, every_steps, dict(versions or {}), keep_versions)
 
+    trainer: Any = field(kw_only=False)
+    """A `GRPOTrainer` or `RLOOTrainer`, with `use_vllm=True` or not."""
+    every_steps: int = 50
+    """Optimizer steps from one audit to the next."""
+    versions: dict[Any, Any] = field(default_factory=dict)
+    """Earlier weights, as of `audit`."""
+    keep_versions: bool = False
+    """Hold copies, on the CPU, of the trainable weights of the first rollout and of the one before,
+    as versions: twice their bytes, and a copy each rollout."""
+    report: "AuditReport | None" = None
+    """The last audit's; None: there was none."""
 
-class AuditCallback(TrainerCallback):
-    """Callback of `audit_callback`."""
-
-    def __init__(
-        self, trainer: Any, every_steps: int, versions: dict[Any, Any], keep_versions: bool
-    ) -> None:
-        self.report: AuditReport | None = None
-        """The last audit's; None: there was none."""
-        self._trainer, self._every_steps = trainer, every_steps
-        self._versions, self._keeps = versions, keep_versions
-        self._due_step = 0
-        self._installed = ExitStack()
+    def __post_init__(self) -> None:
+        trainer, self._due_step, self._installed = self.trainer, 0, ExitStack()
+        is_sharded = shards_models(trainer.accelerator) if hasattr(trainer, SCORING) else True
+        if is_sharded or self.every_steps < 1:
+            raise ConfigurationError(
+                f"audit_callback(every_steps={self.every_steps}) takes steps from 1, and a GRPO or "
+                f"RLOO trainer of trl 1.16 with a whole model; {type(trainer).__name__} is another "
+                "or shards it (FSDP, ZeRO-3): take cb-rollout audit for a checkpoint."
+            )
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Replace the method that scores rollouts."""
         self._installed.close()
-        score = getattr(self._trainer, SCORING)
+        trainer, score = self.trainer, getattr(self.trainer, SCORING)
 
         def scored(inputs: Any) -> Any:
-            batch = score(inputs)
-            if self._trainer.model.training and self._trainer.accelerator.is_main_process:
-                self._see(batch)
+            batch, step = score(inputs), trainer.state.global_step
+            if trainer.model.training and trainer.accelerator.is_main_process:
+                if step >= self._due_step and "pixel_values" not in batch:
+                    self._due_step = step + self.every_steps
+                    self._audit(batch, step + 1)
+                if self.keep_versions:
+                    named = trainer.model.named_parameters()
+                    own = {n: p.detach().to("cpu", copy=True) for n, p in named if p.requires_grad}
+                    self.versions.setdefault("the first rollout", own)
+                    self.versions["the rollout before"] = own
             return batch
 
-        self._installed.enter_context(replacing([(self._trainer, SCORING, scored)]))
+        self._installed.enter_context(replacing([(trainer, SCORING, scored)]))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Put the method back."""
         self._installed.close()
 
-    def _see(self, batch: Mapping[str, Any]) -> None:
-        step = self._trainer.state.global_step
-        if step >= self._due_step and "pixel_values" not in batch:
-            self._due_step = step + self._every_steps
-            self._audit(batch, step + 1)
-        if self._keeps:
-            weights = {
-                name: p.detach().to("cpu", copy=True)
-                for name, p in self._trainer.model.named_parameters()
-                if p.requires_grad
-            }
-            self._versions.setdefault("the first rollout", weights)
-            self._versions["the rollout before"] = weights
-
     def _audit(self, batch: Mapping[str, Any], step: int) -> None:
         """Audit a rollout; the trainer counts `step` once it is done."""
-        trainer = self._trainer
-        settings = {name: getattr(trainer, name, None) for name in CAUSES}
-        settings |= trainer.args.generation_kwargs or {}
-        known = {name: settings[name] for name in CAUSES if settings[name] is not None}
+        trainer = self.trainer
+        given = trainer.args.generation_kwargs or {}
+        pairs = [(name, given.get(name, getattr(trainer, name, None))) for name in CAUSES]
         # vLLM's -1 is off.
-        known["top_k"] = max(0, known.get("top_k", 0))
+        known = {n: v for n, v in pairs if v is not None and (n, v) != ("top_k", -1)}
         outputs = _outputs(batch, trainer.temperature)
-        with trainer.accelerator.autocast():
-            report = audit_drift(
-                outputs[:: -(-len(outputs) // MAX_SEQUENCES) or 1],
-                trainer.model,
-                versions=self._versions,
-                tokenizer=trainer.processing_class,
-                sampling_params=SamplingParams(**known),
-            )
-        if report is None:
-            return
-        self.report = report
-        metrics = trainer._metrics["train"]
-        metrics["audit/alarm"].append(float(not report))
-        metrics["audit/evidence"].append(report.evidence[0].nats_per_token)
-        if not report:
-            warnings.warn(f"audit of step {step:,}: {report.sentence}", stacklevel=2)
+        report = audit_drift(
+            outputs[:: -(-len(outputs) // MAX_SEQUENCES) or 1],
+            trainer,
+            versions=self.versions,
+            sampling_params=SamplingParams(**known),
+        )
+        if report is not None:
+            self.report = report
+            trainer._metrics["train"]["audit/alarm"].append(float(not report))
+            evidence = report.evidence[0].nats_per_token
+            trainer._metrics["train"]["audit/evidence"].append(evidence)
+            if not report:
+                warnings.warn(f"audit of step {step:,}: {report.sentence}", stacklevel=2)
 
 
 def _outputs(batch: Mapping[str, Any], temperature: float) -> list[GenerationOutput]:
@@ -145,14 +124,13 @@ def _outputs(batch: Mapping[str, Any], temperature: float) -> list[GenerationOut
         is_sampled_BT = is_sampled_BT & ~logprobs_BT.isnan()
     outputs = []
     for row, length in enumerate(is_sampled_BT.long().cumprod(1).sum(1).tolist()):
-        prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()]
-        tokens_T = batch["completion_ids"][row, : min(length, MAX_TOKENS)]
-        logprobs = [] if logprobs_BT is None else logprobs_BT[row, : len(tokens_T)].tolist()
-        if length:
-            outputs.append(
-                GenerationOutput(
-                    f"row {row}", prompt_ids.tolist(), tokens_T.tolist(), logprobs,
-                    temperature=temperature,
-                )
-            )  # fmt: skip
+        length = min(length, MAX_TOKENS)
+        prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
+        tokens = batch["completion_ids"][row, :length].tolist()
+        logprobs = [] if logprobs_BT is None else logprobs_BT[row, :length].tolist()
+        own = GenerationOutput(f"row {row}", prompt_ids, tokens, logprobs, temperature=temperature)
+        outputs += [own] * bool(tokens)
     return outputs
+
+
+audit_callback = AuditCallback

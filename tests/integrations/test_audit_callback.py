@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_trainer import logged, tiny_trainer
+from transformers import AutoModelForCausalLM
 from trl import RLOOConfig, RLOOTrainer
 
 import cb_rollout
@@ -29,13 +30,23 @@ class OtherEngine:
         trainer.vllm_generation = self
 
     def sync_weights(self):
-        self.sent.append(copy.deepcopy(self.trainer.model).eval())
+        # A copy of the trainer's would run its wrapped forward, on its weights.
+        model = AutoModelForCausalLM.from_config(self.trainer.model.config)
+        if isinstance(self.trainer.model, PeftModel):
+            model = get_peft_model(model, self.trainer.model.peft_config["default"])
+        model.load_state_dict(self.trainer.model.state_dict())
+        self.sent.append(model.eval())
 
     def generate(self, prompts, images, num_generations, profiler=None):
         engine = self.fault(self.sent)
         outputs = engine.sample(prompts, num_new=12, seed=len(self.sent))
         numbers = [[[number] for number in output.logprobs] for output in outputs]
         return prompts, [output.generated_tokens for output in outputs], numbers, None
+
+
+def by_place(completions, **_):
+    """A reward that moves the weights in each step."""
+    return [float(place) for place, _ in enumerate(completions)]
 
 
 def first_and_last(sent):
@@ -50,7 +61,11 @@ def without_adapter(sent):
 def audited(folder, fault, arguments=None, **settings):
     """Train three steps, with an audit of each; return trainer, callback and its warnings."""
     trainer = tiny_trainer(
-        folder, trainer_arguments=arguments, per_device_train_batch_size=8, **settings
+        folder,
+        reward=by_place,
+        trainer_arguments=arguments,
+        per_device_train_batch_size=8,
+        **settings,
     )
     callback = cb_rollout.audit_callback(trainer, every_steps=1, keep_versions=True)
     if fault is not None:
@@ -117,7 +132,7 @@ def test_numbers_of_another_distribution_are_named(tmp_path):
 def test_tokens_of_generate_are_tested_as_draws(tmp_path):
     trainer, callback, _ = audited(tmp_path, None, max_steps=1)
     assert logged(trainer, "audit/alarm") == [0.0]
-    assert callback.report.sentence.endswith(" tokens without log-probabilities fit the model.")
+    assert callback.report.sentence.endswith(" log-probabilities (none was reported).")
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 20.0])
@@ -129,7 +144,7 @@ def test_rloo_which_drops_the_numbers_is_audited_by_its_draws(tmp_path, sharpnes
     _, callback, said = audited(tmp_path, sharp, **rloo)
     assert bool(callback.report) is (sharpness == 1)
     assert len(said) == (sharpness != 1)
-    assert all("Log-probabilities are unknown, but tokens do not fit" in line for line in said)
+    assert all("right (none was reported), but tokens do not fit" in line for line in said)
 
 
 def test_audits_are_as_far_apart_as_asked_and_leave_evaluation_alone(tmp_path):
@@ -160,7 +175,7 @@ def test_a_sequence_ends_before_what_no_model_sampled():
 
 
 def test_what_is_no_scoring_trainer_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="object is another"):
+    with pytest.raises(ConfigurationError, match="object is another or shards it"):
         cb_rollout.audit_callback(object())
     with pytest.raises(ConfigurationError, match="every_steps=0"):
         cb_rollout.audit_callback(tiny_trainer(tmp_path), every_steps=0)
