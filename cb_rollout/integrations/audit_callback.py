@@ -31,7 +31,7 @@ SCORING = "_generate_and_score_completions"
 
 
 @dataclass(kw_only=True, eq=False)
-class AuditCallback(TrainerCallback):
+class audit_callback(TrainerCallback):
     """Callback for a stock trainer that audits the rollouts of its engine, vLLM or any other.
 
     An audit takes four sequences and 128 tokens of each, of the first rollout and then of one each
@@ -131,6 +131,3 @@ def _outputs(batch: Mapping[str, Any], temperature: float) -> list[GenerationOut
         own = GenerationOutput(f"row {row}", prompt_ids, tokens, logprobs, temperature=temperature)
         outputs += [own] * bool(tokens)
     return outputs
-
-
-audit_callback = AuditCallback

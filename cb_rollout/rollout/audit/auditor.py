@@ -73,7 +73,7 @@ def audit(
 
     Sequences are scored by plain forwards of `model`, in its mode for evaluation and without
     gradients, under each hypothesis that the arguments allow. Nothing is written to the model. Call
-    it under the autocast, if any, that the trainer scores in. Takes 25 to 40 forwards of the chosen
+    it under the autocast, if any, that the trainer scores in. Takes 30 to 45 forwards of the chosen
     sequences, and holds their logits: 4 bytes * `max_tokens` * vocabulary.
 
     Args:
@@ -219,7 +219,8 @@ class _Auditor:
         noise_N = noise_N.sqrt()
         distances_N = evidence.differences(self.reported_N, own.logprobs_N)
         densities_N = evidence.log_densities(distances_N, noise_N)
-        return TestedCause(hypothesis, own, noise_N, distances_N, densities_N)
+        # Its weights are let go.
+        return TestedCause(hypothesis._replace(effect=own), own, noise_N, distances_N, densities_N)
 
     def report(self, versions: Mapping[Any, Any], tokenizer: Any) -> AuditReport:
         """Test every cause, and return the report."""
@@ -227,7 +228,11 @@ class _Auditor:
         words = None if tokenizer is None else text_tokenizer(tokenizer)
         found = [self.clean]
         if self.clean.hypothesis.detail != NO_NUMBERS:
-            found += self._others(weights, words)
+            found += map(self._tested, self.readouts.all())
+            for own in hypotheses(self.forwards, weights, words):
+                found.append(self._tested(own))
+                if own.cause is Cause.OLDER_VERSION:
+                    found += map(self._tested, self._updated(found[-1], weights[own.detail]))
         ranking = self._ranked(found)
         multiple = float((self.clean.distances_N / self.clean.noise_N).median())
         is_doubtful = ranking[0][0] is self.clean and multiple > DOUBTFUL_MEDIAN
@@ -243,15 +248,7 @@ class _Auditor:
             len(self.reported_N),
         )
 
-    def _others(self, weights: Mapping[str, Weights], tokenizer: Any) -> Iterator[TestedCause]:
-        """Test each cause but rounding."""
-        yield from map(self._tested, self.readouts.all())
-        for hypothesis in hypotheses(self.forwards, weights, tokenizer):
-            yield (own := self._tested(hypothesis))
-            if hypothesis.cause is Cause.OLDER_VERSION:
-                yield from map(self._tested, self._updated(own))
-
-    def _updated(self, older: TestedCause) -> Iterator[Hypothesis]:
+    def _updated(self, older: TestedCause, weights: Weights) -> Iterator[Hypothesis]:
         """Yield the causes of weights that changed while sequences were sampled.
 
         Each sequence has its own number of tokens from the version before.
@@ -270,8 +267,7 @@ class _Auditor:
             counts = self._leading(older, others_N)
             # The last sampled token has no key yet.
             cached = [n + count - 1 for n, count in zip(prompts, counts, strict=True)]
-            assert isinstance(older.hypothesis.effect, Change)
-            change = Change(cached_weights=older.hypothesis.effect.weights, num_cached=cached)
+            change = Change(cached_weights=weights, num_cached=cached)
             yield Hypothesis(Cause.OLD_KEYS_KEPT, detail, change, num_fitted)
 
     def _leading(self, older: TestedCause, other_N: torch.Tensor) -> list[int]:
