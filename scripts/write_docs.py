@@ -515,30 +515,57 @@ def with_agreement(text: str) -> str:
     return replaced(text, "agreement", table.rstrip())
 
 
+# Engines of `measure_audit.py`, as they are called.
+AUDITED_ENGINES = {
+    "loop": "a plain loop",
+    "ours": "this package",
+    "manager": "transformers' manager",
+    "vllm": "vLLM",
+}
+
+
 def audit_table(record: dict[str, Any]) -> str:
-    """Return the table of injected faults: the cause that came first, by model and dtype."""
-    cells = {(r["fault"], f"{r['model']}, {r['dtype']}"): r for r in record["rows"]}
-    names = list(dict.fromkeys(name for _, name in cells))
-    head = ["fault", *names]
-    lines = [head, ["---"] * len(head)]
-    for fault in dict.fromkeys(fault for fault, _ in cells):
-        line = [fault]
-        for name in names:
-            row = cells.get((fault, name))
-            is_right = row is not None and row["found"] == row["expected"]
-            line.append("-" if row is None else "right" if is_right else row["found"])
-        lines.append(line)
+    """Return tables of injected faults: the cause that came first, by model and dtype."""
+    engines = list(dict.fromkeys(row["engine"] for row in record["rows"]))
+    tables = []
+    for engine in engines:
+        rows = [row for row in record["rows"] if row["engine"] == engine]
+        cells = {(r["fault"], f"{r['model']}, {r['dtype']}"): r for r in rows}
+        names = list(dict.fromkeys(name for _, name in cells))
+        head = [AUDITED_ENGINES[engine], *names]
+        lines = [head, ["---"] * len(head)]
+        for fault in dict.fromkeys(fault for fault, _ in cells):
+            found = [cells.get((fault, name)) for name in names]
+            lines.append([fault, *(audited_cell(row) for row in found)])
+        tables += [*(f"| {' | '.join(line)} |" for line in lines), ""]
     rows = record["rows"]
     right = sum(row["found"] == row["expected"] for row in rows)
-    clean = sum(own["rollouts"] for own in record["clean"])
-    alarms = sum(own["alarms"] for own in record["clean"])
-    counted = f"; {alarms} alarms in {clean:,} rollouts without a fault" if clean else ""
     said = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in VERSIONS_SHOWN)
     note = (
-        f"<sub>{right} of {len(rows)} right{counted}. {record['device']}, {record['date']}; {said} "
-        "([record](benchmarks/audit_cpu.json)).</sub>"
+        f"<sub>{right} of {len(rows)} right{clean_counts(record['clean'])}. {record['device']}, "
+        f"{record['date']}; {said} ([record](benchmarks/audit_cpu.json)).</sub>"
     )
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
+    return "\n".join([*tables, note, ""])
+
+
+def audited_cell(row: dict[str, Any] | None) -> str:
+    """Return a cell: whether the cause of a fault was named."""
+    if row is None:
+        return "-"
+    return "right" if row["found"] == row["expected"] else row["found"]
+
+
+def clean_counts(counts: list[dict[str, Any]]) -> str:
+    """Return the alarms in rollouts without a fault, in words."""
+    if not counts:
+        return ""
+    alarms, clean = (sum(own[name] for own in counts) for name in ("alarms", "rollouts"))
+    each = ", ".join(
+        f"{sum(own['rollouts'] for own in counts if own['engine'] == engine):,} of {name}"
+        for engine, name in AUDITED_ENGINES.items()
+        if any(own["engine"] == engine for own in counts)
+    )
+    return f"; {alarms} alarms in {clean:,} rollouts without a fault ({each})"
 
 
 def with_audit(text: str) -> str:
