@@ -8,21 +8,45 @@
 
 #include <omp.h>
 
+#include <algorithm>
+
 namespace {
 
 constexpr int64_t HEADS_PER_KEY = NUM_HEADS / NUM_KEY_HEADS;
 constexpr int64_t TILE_KEYS = 32;
 
-// Vectors of one key or value, the last block padded with zeros.
-constexpr int64_t KEY_VECTORS = blocks_of(KEY_SIZE) * PARTS;
+// Operands of one key and vectors of one value, the last block padded with zeros.
+constexpr int64_t KEY_OPERANDS = blocks_of(KEY_SIZE) * OPERANDS;
 constexpr int64_t VALUE_VECTORS = blocks_of(VALUE_SIZE) * PARTS;
 
-// Return the `index`-th vector of a key or value, padded with zeros.
-template <int64_t SIZE>
-inline Vector vector_at(const STORED* from, int64_t index) {
+// Sums of four keys or four vectors of values, for so many heads, fill twelve registers.
+constexpr int64_t MOST_HEADS = 3;
+
+// Return the `index`-th operand of a key or query, padded with zeros.
+inline INLINED Operand operand_of(const STORED* from, int64_t index) {
+    const int64_t block = index / OPERANDS, part = index % OPERANDS;
+    from += block * BLOCK;
+    return block < KEY_SIZE / BLOCK ? operand_at(from, part)
+                                    : operand_of_first(from, KEY_SIZE % BLOCK, part);
+}
+
+// Return the `index`-th vector of a value, padded with zeros.
+inline INLINED Vector vector_of(const STORED* from, int64_t index) {
     const int64_t block = index / PARTS, part = index % PARTS;
     from += block * BLOCK;
-    return block < SIZE / BLOCK ? part_at(from, part) : part_of_first(from, SIZE % BLOCK, part);
+    return block < VALUE_SIZE / BLOCK ? part_at(from, part)
+                                      : part_of_first(from, VALUE_SIZE % BLOCK, part);
+}
+
+// Call `work` with the first head and the number of heads of each group of a key head's queries.
+template <typename Work>
+inline INLINED void for_head_groups(const Work& work) {
+    unrolled<(HEADS_PER_KEY + MOST_HEADS - 1) / MOST_HEADS>([&](auto group) INLINED {
+        constexpr int64_t first = group * MOST_HEADS, rest = HEADS_PER_KEY - first;
+        work(
+            std::integral_constant<int64_t, first>{},
+            std::integral_constant<int64_t, rest < MOST_HEADS ? rest : MOST_HEADS>{});
+    });
 }
 
 // Queries, keys or values of the new tokens, with strides in numbers.
@@ -68,7 +92,7 @@ struct Tile {
     // Look up the keys from `start` on, and prefetch the heads from `first` to `last`.
     void find(
         const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
-        count = end - start < TILE_KEYS ? end - start : TILE_KEYS;
+        count = std::max<int64_t>(0, std::min(end - start, TILE_KEYS));
         int64_t slot = 0, left = 0;
         for (int64_t t = 0; t < count; t++, slot++, left--) {
             if (left == 0) {
@@ -80,10 +104,12 @@ struct Tile {
             fetch(keys[t] + first * KEY_SIZE, (last - first) * KEY_SIZE);
             fetch(values[t] + first * VALUE_SIZE, (last - first) * VALUE_SIZE);
         }
+        // Keys are read four at a time.
+        for (int64_t t = count; t % 4; t++) keys[t] = keys[count - 1];
     }
 
     static void fetch(const STORED* from, int64_t count) {
-        for (int64_t i = 0; i < count; i += 64 / sizeof(STORED)) __builtin_prefetch(from + i);
+        for (int64_t i = 0; i < count; i += 64 / sizeof(STORED)) __builtin_prefetch(from + i, 0, 2);
     }
 };
 
@@ -96,51 +122,86 @@ struct Partial {
 // Attend over a tile of keys and values with the queries of one key head.
 void attend_tile(
     const Rows& rows,
-    const Vector (&queries)[HEADS_PER_KEY][KEY_VECTORS],
+    const Operand (&queries)[HEADS_PER_KEY][KEY_OPERANDS],
     const Tile& tile,
     int64_t key_head,
     Partial& partial) {
     const int64_t count = tile.count;
     alignas(VECTOR_BYTES) REAL weights[HEADS_PER_KEY][TILE_KEYS];
-    for (int64_t t = 0; t < count; t++) {
-        const STORED* key = tile.keys[t] + key_head * KEY_SIZE;
-        Vector sums[HEADS_PER_KEY] = {};
-        for (int64_t i = 0; i < KEY_VECTORS; i++) {
-            const Vector part = vector_at<KEY_SIZE>(key, i);
-            for (int64_t g = 0; g < HEADS_PER_KEY; g++) sums[g] += queries[g][i] * part;
-        }
-        for (int64_t g = 0; g < HEADS_PER_KEY; g++) weights[g][t] = sum_of(sums[g]) * rows.scale;
-    }
+    for (int64_t t = 0; t < count; t += 4)
+        for_head_groups([&](auto first, auto num_heads) INLINED {
+            Vector sums[num_heads()][4] = {};
+            unrolled<KEY_OPERANDS>([&](auto i) INLINED {
+                unrolled<4>([&](auto n) INLINED {
+                    const Operand key = operand_of(tile.keys[t + n] + key_head * KEY_SIZE, i);
+                    unrolled<num_heads()>([&](auto g) INLINED {
+                        sums[g][n] = fused(key, queries[first + g][i], sums[g][n]);
+                    });
+                });
+            });
+            unrolled<num_heads()>(
+                [&](auto g) INLINED { sums_of(sums[g], weights[first + g] + t); });
+        });
     for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
         REAL* scores = weights[g];
+        for (int64_t t = count; t < TILE_KEYS; t++) scores[t] = -INFINITE;
         if (rows.softcap != 0)
             for (int64_t t = 0; t < count; t++)
-                scores[t] = rows.softcap * std::tanh(scores[t] / rows.softcap);
-        for (int64_t t = count; t % LANES; t++) scores[t] = -INFINITE;
-        const REAL most = largest_of(scores, count, partial.largest[g]);
-        const REAL total = exponentials(scores, count, most);
-        const REAL shrink = std::exp(partial.largest[g] - most);
-        partial.totals[g] = partial.totals[g] * shrink + total;
-        partial.largest[g] = most;
-        for (int64_t i = 0; i < VALUE_VECTORS; i++) partial.outputs[g][i] *= shrink;
-    }
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t i = 0; i < VALUE_VECTORS; i++) {
-            const Vector part = vector_at<VALUE_SIZE>(tile.values[t] + key_head * VALUE_SIZE, i);
-            for (int64_t g = 0; g < HEADS_PER_KEY; g++)
-                partial.outputs[g][i] += weights[g][t] * part;
+                scores[t] = rows.softcap * std::tanh(scores[t] * rows.scale / rows.softcap);
+        const REAL scale = rows.softcap != 0 ? 1 : rows.scale;
+        Vector parts[TILE_KEYS / LANES], most = Vector{} + partial.largest[g], total = {};
+        unrolled<TILE_KEYS / LANES>([&](auto i) INLINED {
+            parts[i] = lanes_at(scores + i * LANES) * scale;
+            most = parts[i] > most ? parts[i] : most;
+        });
+        const REAL largest = largest_of(most);
+        unrolled<TILE_KEYS / LANES>([&](auto i) INLINED {
+            parts[i] = exponential(parts[i] - largest);
+            total += parts[i];
+            std::memcpy(scores + i * LANES, &parts[i], sizeof(parts[i]));
+        });
+        if (largest != partial.largest[g]) {
+            const REAL shrink = std::exp(partial.largest[g] - largest);
+            partial.totals[g] *= shrink;
+            partial.largest[g] = largest;
+            for (int64_t i = 0; i < VALUE_VECTORS; i++) partial.outputs[g][i] *= shrink;
         }
+        partial.totals[g] += sum_of(total);
+    }
+    for_head_groups([&](auto first, auto num_heads) INLINED {
+        unrolled<(VALUE_VECTORS + 3) / 4>([&](auto group) INLINED {
+            constexpr int64_t start = group * 4, rest = VALUE_VECTORS - start;
+            constexpr int64_t num_vectors = rest < 4 ? rest : 4;
+            Vector sums[num_heads()][num_vectors];
+            unrolled<num_heads()>([&](auto g) INLINED {
+                unrolled<num_vectors>(
+                    [&](auto i) INLINED { sums[g][i] = partial.outputs[first + g][start + i]; });
+            });
+            for (int64_t t = 0; t < count; t++) {
+                const STORED* value = tile.values[t] + key_head * VALUE_SIZE;
+                unrolled<num_vectors>([&](auto i) INLINED {
+                    const Vector part = vector_of(value, start + i);
+                    unrolled<num_heads()>([&](auto g) INLINED {
+                        sums[g][i] = fused(Vector{} + weights[first + g][t], part, sums[g][i]);
+                    });
+                });
+            }
+            unrolled<num_heads()>([&](auto g) INLINED {
+                unrolled<num_vectors>(
+                    [&](auto i) INLINED { partial.outputs[first + g][start + i] = sums[g][i]; });
+            });
+        });
+    });
 }
 
 void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
-    Vector queries[NUM_KEY_HEADS][HEADS_PER_KEY][KEY_VECTORS];
+    Operand queries[NUM_KEY_HEADS][HEADS_PER_KEY][KEY_OPERANDS];
     Partial partials[NUM_KEY_HEADS];
     for (int64_t head = first; head < last; head++)
         for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
             STORED query[KEY_SIZE];
             rows.queries.copy(row, head * HEADS_PER_KEY + g, KEY_SIZE, query);
-            for (int64_t i = 0; i < KEY_VECTORS; i++)
-                queries[head][g][i] = vector_at<KEY_SIZE>(query, i);
+            for (int64_t i = 0; i < KEY_OPERANDS; i++) queries[head][g][i] = operand_of(query, i);
             for (int64_t i = 0; i < VALUE_VECTORS; i++) partials[head].outputs[g][i] = Vector{};
             partials[head].largest[g] = -INFINITE;
             partials[head].totals[g] = 0;

@@ -6,12 +6,15 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #ifdef __FMA__
 #include <immintrin.h>
 #endif
 
 namespace {
+
+#define INLINED __attribute__((always_inline))
 
 // The upper half of a float.
 struct Bfloat16 {
@@ -52,7 +55,7 @@ inline void for_each(int64_t count, bool is_much, const Work& work) {
 
 // Return a * b + c, rounded once where the CPU can. The compiler would choose for each loop anew
 // whether to join the two, and results would depend on the loop.
-inline __attribute__((always_inline)) Vector fused(Vector a, Vector b, Vector c) {
+inline INLINED Vector fused(Vector a, Vector b, Vector c) {
 #if defined(__AVX512F__)
     if constexpr (sizeof(REAL) == 4)
         return Vector(_mm512_fmadd_ps(__m512(a), __m512(b), __m512(c)));
@@ -66,6 +69,15 @@ inline __attribute__((always_inline)) Vector fused(Vector a, Vector b, Vector c)
 #else
     return a * b + c;
 #endif
+}
+
+// Call `work` with each index below COUNT, known when compiled: arrays that are indexed so live in
+// registers. A loop leaves them in memory.
+template <int64_t COUNT, typename Work>
+inline INLINED void unrolled(const Work& work) {
+    [&]<int64_t... INDEX>(std::integer_sequence<int64_t, INDEX...>) INLINED {
+        (work(std::integral_constant<int64_t, INDEX>{}), ...);
+    }(std::make_integer_sequence<int64_t, COUNT>{});
 }
 
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
@@ -95,6 +107,49 @@ inline Vector part_of_first(const STORED* from, int64_t count, int64_t part) {
     std::memcpy(numbers, from, count * sizeof(STORED));
     return part_at(numbers, part);
 }
+
+// What a product takes of a block: with AVX512_BF16 all its numbers at once, else part by part.
+#ifdef __AVX512BF16__
+constexpr bool MULTIPLIES_STORED = std::is_same_v<STORED, Bfloat16>;
+#else
+constexpr bool MULTIPLIES_STORED = false;
+#endif
+constexpr int64_t OPERANDS = MULTIPLIES_STORED ? 1 : PARTS;
+
+template <bool MULTIPLIES>
+struct OperandOf {
+    typedef Vector Type;
+    static Type at(const STORED* from, int64_t part) { return part_at(from, part); }
+};
+
+template <>
+struct OperandOf<true> {
+    typedef Words Type;
+    static Type at(const STORED* from, int64_t) {
+        Type operand;
+        std::memcpy(&operand, from, sizeof(operand));
+        return operand;
+    }
+};
+
+typedef OperandOf<MULTIPLIES_STORED>::Type Operand;
+
+inline Operand operand_at(const STORED* from, int64_t part) {
+    return OperandOf<MULTIPLIES_STORED>::at(from, part);
+}
+
+inline Operand operand_of_first(const STORED* from, int64_t count, int64_t part) {
+    STORED numbers[BLOCK] = {};
+    std::memcpy(numbers, from, count * sizeof(STORED));
+    return operand_at(numbers, part);
+}
+
+#ifdef __AVX512BF16__
+// Add the products of two neighbouring numbers to each lane.
+inline INLINED Vector fused(Words a, Words b, Vector c) {
+    return Vector(_mm512_dpbf16_ps(__m512(c), __m512bh(a), __m512bh(b)));
+}
+#endif
 
 inline REAL real(REAL number) { return number; }
 
@@ -133,12 +188,60 @@ inline REAL sum_of(const void* lanes) {
 
 inline REAL sum_of(const Vector& lanes) { return sum_of<VECTOR_BYTES>(&lanes); }
 
-// NaN is ignored.
-inline REAL largest_of(const Vector& lanes) {
-    REAL largest = lanes[0];
-    for (int64_t i = 1; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-    return largest;
+// Return lanes of two vectors, STEP of the first and STEP of the second in turns: of each 2 * STEP
+// lanes the first half, or the other.
+template <int64_t STEP, bool IS_OTHER, int64_t... LANE>
+inline INLINED Vector halves_of(Vector a, Vector b, std::integer_sequence<int64_t, LANE...>) {
+    constexpr auto index = [](int64_t lane) {
+        const int64_t group = lane / (2 * STEP) * (2 * STEP), rest = lane % (2 * STEP);
+        return group + IS_OTHER * STEP + (rest < STEP ? rest : LANES + rest - STEP);
+    };
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, index(LANE)...);
+#else
+    typedef std::conditional_t<sizeof(REAL) == 8, int64_t, int32_t> Integer;
+    typedef Integer Integers __attribute__((vector_size(VECTOR_BYTES)));
+    return __builtin_shuffle(a, b, Integers{Integer(index(LANE))...});
+#endif
 }
+
+// Add neighbouring STEPs of lanes of each of two vectors.
+template <int64_t STEP>
+inline INLINED Vector added_neighbours(Vector a, Vector b) {
+    constexpr std::make_integer_sequence<int64_t, LANES> lanes;
+    return halves_of<STEP, false>(a, b, lanes) + halves_of<STEP, true>(a, b, lanes);
+}
+
+// Write the sums of the lanes of four vectors.
+inline INLINED void sums_of(const Vector (&four)[4], REAL* sums) {
+    const Vector lanes = added_neighbours<2>(
+        added_neighbours<1>(four[0], four[1]), added_neighbours<1>(four[2], four[3]));
+    typedef REAL Four __attribute__((vector_size(4 * sizeof(REAL)), may_alias));
+    Four parts[LANES / 4];
+    std::memcpy(parts, &lanes, sizeof(lanes));
+    for (int64_t count = LANES / 8; count > 0; count /= 2)
+        for (int64_t i = 0; i < count; i++) parts[i] += parts[count + i];
+    std::memcpy(sums, parts, sizeof(Four));
+}
+
+// NaN is ignored.
+template <int64_t BYTES = VECTOR_BYTES>
+inline INLINED REAL largest_of(const void* lanes) {
+    if constexpr (BYTES == 16) {
+        const REAL* numbers = static_cast<const REAL*>(lanes);
+        REAL largest = numbers[0];
+        for (int64_t i = 1; i < int64_t(16 / sizeof(REAL)); i++)
+            largest = numbers[i] > largest ? numbers[i] : largest;
+        return largest;
+    } else {
+        typedef REAL Half __attribute__((vector_size(BYTES / 2), may_alias));
+        const Half* halves = static_cast<const Half*>(lanes);
+        const Half most = halves[0] > halves[1] ? halves[0] : halves[1];
+        return largest_of<BYTES / 2>(&most);
+    }
+}
+
+inline REAL largest_of(const Vector& lanes) { return largest_of<VECTOR_BYTES>(&lanes); }
 
 // Return the exponentials of numbers <= 0, to about one rounding: 2 to a whole power, times a
 // series. NaN stays NaN.
