@@ -128,7 +128,7 @@ OF_CACHES = {
 
 OF_SEGMENTS: dict[str, Callable[[Segment], Segment]] = {
     "a history is read from one key too early": lambda s: s._replace(
-        prefix_start=max(0, s.prefix_start - 1)
+        prefix=tuple(range(n := max(0, own.start - 1), n + len(own)) for own in s.prefix)
     ),
     "a query sees a key of the row before": lambda s: s._replace(
         key_start=max(0, (s.start if s.key_start is None else s.key_start) - 1)

@@ -183,7 +183,7 @@ def assert_unpadded(device, dtype, monkeypatch):
         ).values()
     returned.clear()
     scores = packed_logprobs(model, list(outputs))
-    assert set(layouts) == {PackingLayout.SHARED_PROMPTS}
+    assert set(layouts) == {PackingLayout.SHARED_PREFIXES}
     assert bool(returned) is is_called
     tolerance = ROUNDING if is_called else 1e-4
     for output, logprobs in zip(outputs, scores, strict=True):

@@ -236,8 +236,8 @@ class RolloutConfig:
     )
     loss_forward: str = setting(
         "packed",
-        "trainer: the loss computes the trainer's padded batch; packed: no padding, each prompt "
-        "once per group, and no gradient of rows without an advantage.",
+        "trainer: the loss computes the trainer's padded batch; packed: no padding, each common "
+        "prefix once, and no gradient of rows without an advantage.",
         LossForward,
         cost="packed compares some rows of the first batch with the trainer's forward.",
     )

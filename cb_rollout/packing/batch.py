@@ -1,23 +1,25 @@
 """Lay prompts and completions out as packed batches of a token budget.
 
-In a packed batch all tokens stand in one row of the model's input. A prompt is one segment; each
-of its completions is another, which attends to the prompt and to itself. Where a model cannot take
-that, rows of similar length are padded on the right instead.
+In a packed batch all tokens stand in one row of the model's input. Rows are the paths of a prefix
+tree: tokens that several begin with are computed once. A row's other tokens are one segment, which
+attends to the row's path and to itself. Where a model cannot take that, rows of similar length are
+padded on the right instead.
 
-N: tokens of a packed batch, K: completion tokens of a batch, B: rows, S: longest row, T: tokens of
-a row, A: axes of positions.
+N: tokens of a packed batch, R: completion tokens of its rows, K: those of R with a score of their
+own, B: rows, S: longest row, T: tokens of a row, A: axes of positions.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import Segment
+from cb_rollout.engine.attention.shared_prefix import num_common
 from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages, joined
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
@@ -36,17 +38,11 @@ class RowImages(NamedTuple):
     """None: it is a row of text beside others with images."""
     positions_AT: torch.Tensor
     """int64, of prompt and completion."""
-    are_of_prompt: bool = True
-    """False: some are of the completion, so that no other row shares the prompt's forward."""
 
-    @property
-    def digest(self) -> bytes | None:
-        return None if self.images is None else self.images.digest
-
-    def arguments(self, names: frozenset[str], num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return the arguments of images in a forward of the row's first tokens."""
-        taken = self.images and self.images.taken(names, self.positions_AT.device)
-        return taken.arguments(0, num_tokens) if taken else {}
+    def arguments(self, names: frozenset[str], start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return the arguments of images in a forward of the row's tokens from start to stop."""
+        taken = self.images and self.images.taken(names, self.positions_AT.device, start=start)
+        return taken.arguments(start, stop) if taken else {}
 
 
 def row_images(
@@ -67,23 +63,24 @@ def row_images(
 
 def _joined_images(
     positions_ABS: torch.Tensor,
-    rows: Sequence[tuple[RowImages, int]],
+    rows: Sequence[tuple[RowImages, int, int]],
     names: frozenset[str],
     dim: int,
 ) -> dict[str, torch.Tensor]:
     """Return a forward's positions, `[A, 1, N]` or `[A, B, S]`, and its arguments of images.
 
     Tensors of images are joined end to end, those of tokens along `dim`, with zeros for a row of
-    text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has its number of tokens.
+    text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has the first and the end of
+    its tokens.
     """
-    of_rows = [row.arguments(names, num_tokens) for row, num_tokens in rows]
-    per_token = frozenset(name for row, _ in rows if row.images for name in row.images.of_tokens)
+    of_rows = [row.arguments(names, first, end) for row, first, end in rows]
+    per_token = frozenset(name for row, *_ in rows if row.images for name in row.images.of_tokens)
     arguments: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(chain(*of_rows)):
         tensors = [own[name] for own in of_rows if name in own]
         if name in per_token:
             shape = tensors[0].shape[2:]
-            zeros = [tensors[0].new_zeros(1, num_tokens, *shape) for _, num_tokens in rows]
+            zeros = [tensors[0].new_zeros(1, end - first, *shape) for _, first, end in rows]
             tensors = [own.get(name, zero) for own, zero in zip(of_rows, zeros, strict=True)]
         arguments[name] = joined(tensors, dim if name in per_token else 0)
     # A model without axes takes (1, N) or (B, S).
@@ -104,14 +101,30 @@ class PackedRow(NamedTuple):
     rope_side: int = 0
     """`RowRope.side` of its length: rows of different sides have different keys of a prompt."""
     sampling_mask: Sequence[Any] | None = None
-    """Ids that each completion token was sampled from; None: the whole vocabulary."""
+    """An `array("i")` of the ids that each completion token was sampled from; None: the whole
+    vocabulary."""
+    temperature: float = 1.0
+    """Divides its logits in `packed_logprobs`."""
+    max_shared: int | None = None
+    """Tokens that it shares with other rows at most; None: all."""
 
     @property
-    def prompt_key(self) -> tuple[Any, ...]:
-        """Rows with equal keys may share their prompt."""
-        routes = None if self.routes is None else self.routes[: len(self.prompt_ids)].tobytes()
-        digest = self.images and self.images.digest
-        return (tuple(self.prompt_ids), routes, digest, self.rope_side)
+    def path(self) -> tuple[tuple[int, bytes, bool], list[Any]]:
+        """Return what rows share all of or nothing, and a key of each token that is computed.
+
+        Rows with an equal first value compute the same from tokens that begin with equal keys.
+        """
+        keys: list[Any] = [*self.prompt_ids, *self.completion_ids[:-1]]
+        if self.routes is not None:
+            routes = (of_token.tobytes() for of_token in self.routes[: len(keys)])
+            keys = list(zip_longest(keys, routes, fillvalue=b""))
+        digest = self.images.images.digest if self.images and self.images.images else b""
+        return (self.rope_side, digest, self.routes is not None), keys
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Return the tokens up to the end of the last image; 0: there is none."""
+        return self.images.images.num_tokens if self.images and self.images.images else 0
 
     @property
     def num_tokens(self) -> int:
@@ -121,8 +134,8 @@ class PackedRow(NamedTuple):
 class PackingLayout(StrEnum):
     """The way in which rows share one forward."""
 
-    SHARED_PROMPTS = "shared_prompts"
-    """One row of all tokens that are needed; a prompt once for its group."""
+    SHARED_PREFIXES = "shared_prefixes"
+    """One row of all tokens that are needed, each common prefix once."""
     WHOLE_ROWS = "whole_rows"
     """One row of all tokens, the last one of each completion and the prompts of empty ones too."""
     PADDED = "padded"
@@ -136,15 +149,19 @@ class PackedBatch:
     rows: list[int]
     """Indices of the rows, in the order in which their tokens are scored."""
     lengths: list[int]
-    """Number of completion tokens of each."""
+    """Number of completion tokens of each, R together."""
     input_ids: torch.Tensor
     """int64, (1, N), or (B, S) in a padded batch."""
     position_ids: torch.Tensor
     """int64, as `input_ids`: each token's index in its own sequence."""
     predicting_K: torch.Tensor
-    """int64: index in the flat `input_ids` of the token before each completion token."""
+    """int64: index in the flat `input_ids` of the token before each scored token."""
     labels_K: torch.Tensor
-    """int64: the completion tokens."""
+    """int64: the scored tokens."""
+    scored: list[tuple[int, int]]
+    """Of each scored token the index of a row, and its index in the row's completion."""
+    scores_R: torch.Tensor | None
+    """int64: index among the scores of each completion token; None: each has a score of its own."""
     segments: tuple[Segment, ...] | None
     """None: a padded batch."""
     is_token: torch.Tensor | None
@@ -157,18 +174,13 @@ class PackedBatch:
     """Sides of the rows, for `RowRope.by_row`; in a packed batch of prompts and completions."""
     rope_counts: Sequence[int] | None = None
     """Tokens of each of them; None: a padded batch."""
+    num_shared_prompts: int = 0
+    """Rows whose prompt is computed for another row."""
 
     @property
     def num_tokens(self) -> int:
         """Padding included."""
         return self.input_ids.numel()
-
-    @property
-    def num_shared_prompts(self) -> int:
-        """Rows whose prompt is computed for another row."""
-        if self.segments is None:
-            return 0
-        return len(self.rows) - sum(not segment.prefix_length for segment in self.segments)
 
 
 def with_rope_sides(model: torch.nn.Module, rows: Sequence[PackedRow]) -> list[PackedRow]:
@@ -177,29 +189,55 @@ def with_rope_sides(model: torch.nn.Module, rows: Sequence[PackedRow]) -> list[P
     return [row._replace(rope_side=rope.side(row.num_tokens)) for row in rows]
 
 
-def group_rows(rows: Sequence[PackedRow], numbers: Sequence[int]) -> list[list[int]]:
-    """Return the rows at `numbers` in groups of equal prompts, in the order of their first rows."""
-    groups: dict[Any, list[int]] = {}
-    for index, number in enumerate(numbers):
-        images = rows[number].images
-        is_shared = images is None or images.are_of_prompt
-        groups.setdefault(rows[number].prompt_key if is_shared else index, []).append(number)
-    return list(groups.values())
+def in_tree_order(rows: Sequence[PackedRow], numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the rows at `numbers`, each with the first tokens that it shares with the one before.
+
+    Sorted, a row shares with the row before as many tokens as with any earlier one. A row that
+    another begins with comes after it.
+    """
+    paths = {number: rows[number].path for number in numbers}
+    order = sorted(paths, key=paths.__getitem__, reverse=True)
+    ordered = [(number, 0) for number in order[:1]]
+    for pair in pairwise(order):
+        commons, keys = zip(*map(paths.__getitem__, pair), strict=True)
+        limits = [limit for n in pair if (limit := rows[n].max_shared) is not None]
+        num_shared = min([num_common(keys), *limits]) if len(set(commons)) == 1 else 0
+        is_cut = num_shared < max(rows[number].num_image_tokens for number in pair)
+        ordered.append((pair[1], 0 if is_cut else num_shared))
+    return ordered
 
 
-def representative(rows: Sequence[PackedRow]) -> list[int]:
-    """Return some rows to compare two forwards on: two of a group, the longest, and others.
+def num_tree_tokens(rows: Sequence[PackedRow]) -> int:
+    """Return the tokens that scores need: completions without the last, a common prefix once."""
+    scored = (number for number, row in enumerate(rows) if row.completion_ids)
+    return sum(
+        rows[number].num_tokens - 1 - shared for number, shared in in_tree_order(rows, scored)
+    )
 
-    Where no group has two, the longest comes twice: a single row would not show that a layer
-    carries its state from one row into the next.
+
+def representative(rows: Sequence[PackedRow]) -> tuple[list[int], list[PackedRow]]:
+    """Return some rows to compare two forwards on, and their indices.
+
+    They are two that share most and go on apart, the longest, and others. Where no rows share
+    anything, the longest comes twice, and shares its prompt: a single row would not show that a
+    layer carries its state from one row into the next.
     """
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
-    groups = sorted(group_rows(rows, scored), key=len, reverse=True)
     longest = max(scored, key=lambda n: rows[n].num_tokens)
-    pair = groups[0][:2] if len(groups[0]) > 1 else [longest]
-    others = dict.fromkeys([longest, *(group[0] for group in groups), *scored])
-    chosen = [*pair, *(number for number in others if number not in pair)]
-    return ([longest] * (len(pair) == 1) + chosen)[:NUM_COMPARED]
+    ordered = in_tree_order(rows, scored)
+    forks = [
+        (num_shared, before, number)
+        for (before, _), (number, num_shared) in pairwise(ordered)
+        if 0 < num_shared < rows[number].num_tokens - 1
+    ]
+    _, *pair = max(forks, default=(0, longest, longest))
+    roots = (number for number, num_shared in ordered if not num_shared)
+    others = (n for n in dict.fromkeys([longest, *roots, *scored]) if n not in pair)
+    numbers = [*pair, *others][:NUM_COMPARED]
+    chosen = [rows[number] for number in numbers]
+    if not forks:
+        chosen[:2] = [row._replace(max_shared=len(row.prompt_ids)) for row in chosen[:2]]
+    return numbers, chosen
 
 
 def pack(
@@ -213,39 +251,32 @@ def pack(
     """Lay the rows at `numbers` out in as few batches as `max_tokens` allows, padding included.
 
     Rows without a completion token are left out. A row longer than `max_tokens` is a batch of its
-    own. A group that does not fit is cut, and its prompt is in each part. `image_names` are the
+    own. A tree that does not fit is cut, and what its parts share is in each. `image_names` are the
     arguments that the model's forward takes for images.
     """
     if layout is PackingLayout.WHOLE_ROWS:
-        parts = _within(rows, [[number] for number in numbers], max_tokens)
+        parts = _within(rows, [(number, 0) for number in numbers], max_tokens)
         return [_packed(rows, part, device, image_names, num_dropped=0) for part in parts]
     scored = [number for number in numbers if rows[number].completion_ids]
     if layout is PackingLayout.PADDED:
         parts = _of_one_length(rows, scored, max_tokens)
         return [_padded(rows, part, device, image_names) for part in parts]
-    parts = _within(rows, group_rows(rows, scored), max_tokens)
+    parts = _within(rows, in_tree_order(rows, scored), max_tokens)
     return [_packed(rows, part, device, image_names) for part in parts]
 
 
 def _within(
-    rows: Sequence[PackedRow], groups: list[list[int]], max_tokens: int | None
-) -> Iterator[list[list[int]]]:
-    """Yield lists of groups of at most `max_tokens` tokens; a group that does not fit is cut."""
-    part: list[list[int]] = []
-    left = max_tokens
-    for group in groups:
-        num_prompt = len(rows[group[0]].prompt_ids)
-        open_group: list[int] = []
-        for number in group:
-            num_new = len(rows[number].completion_ids) + (0 if open_group else num_prompt)
-            if left is not None and num_new > left and part:
-                yield part
-                part, left, open_group = [], max_tokens, []
-                num_new = len(rows[number].completion_ids) + num_prompt
-            if not open_group:
-                part.append(open_group)
-            open_group.append(number)
-            left = None if left is None else left - num_new
+    rows: Sequence[PackedRow], ordered: Iterable[tuple[int, int]], max_tokens: int | None
+) -> Iterator[list[tuple[int, int]]]:
+    """Yield rows, with their shared tokens, of at most `max_tokens` tokens together."""
+    part: list[tuple[int, int]] = []
+    num_tokens = 0
+    for number, num_shared in ordered:
+        num_tokens += rows[number].num_tokens - num_shared
+        if part and max_tokens is not None and num_tokens > max_tokens:
+            yield part
+            part, num_tokens, num_shared = [], rows[number].num_tokens, 0
+        part.append((number, num_shared))
     if part:
         yield part
 
@@ -271,59 +302,70 @@ def _of_one_length(
 
 def _packed(
     rows: Sequence[PackedRow],
-    groups: list[list[int]],
+    part: Sequence[tuple[int, int]],
     device: torch.device,
     image_names: frozenset[str],
     *,
     num_dropped: int = 1,
 ) -> PackedBatch:
-    # Rows, each with the first and the end of its tokens that are in the batch.
+    # Rows, each with the first and the end of its tokens that no row before has.
     pieces: list[tuple[PackedRow, int, int]] = []
-    predicting: list[int] = []
     segments: list[Segment] = []
-    images: list[tuple[RowImages, int]] = []
+    path: tuple[range, ...] = ()
+    # Rows may share a token's score too: it is one of a label after a packed token.
+    scores: dict[Any, int] = {}
+    scores_of_rows: list[int] = []
+    scored: list[tuple[int, int]] = []
     end = 0
-    for group in groups:
-        shared, start = rows[group[0]], end
-        num_prompt = len(shared.prompt_ids)
-        pieces.append((shared, 0, num_prompt))
-        end += num_prompt
-        if len(group) > 1:
-            segments.append(Segment(start, num_prompt))
-        for number in group:
-            num_completion = len(rows[number].completion_ids)
-            num_new = max(0, num_completion - num_dropped)
-            pieces.append((rows[number], num_prompt, num_prompt + num_new))
-            predicting += [start + num_prompt - 1, *range(end, end + num_new)][:num_completion]
-            if len(group) == 1:
-                segments.append(Segment(start, num_prompt + num_new))
-            elif num_new:
-                segments.append(Segment(end, num_new, start, num_prompt))
-            end += num_new
-        if shared.images is not None:
-            images.append((shared.images, end - start))
+    for number, num_shared in part:
+        row, path = rows[number], _first(path, num_shared)
+        if num_new := row.num_tokens - num_dropped - num_shared:
+            pieces.append((row, num_shared, num_shared + num_new))
+            segments.append(Segment(end, num_new, path))
+            path, end = (*path, range(end, end + num_new)), end + num_new
+        predicting = [*chain(*path)][len(row.prompt_ids) - 1 :]
+        for t, label in enumerate(row.completion_ids):
+            kept = row.sampling_mask and bytes(row.sampling_mask[t])
+            score = predicting[t], label, row.temperature, kept
+            scores_of_rows.append(scores.setdefault(score, len(scores)))
+            if scores_of_rows[-1] == len(scored):
+                scored.append((number, t))
     tokens = [[*row.prompt_ids, *row.completion_ids][first:end] for row, first, end in pieces]
     positions = [position for _, first, end in pieces for position in range(first, end)]
     routes = [(r.routes if r.routes is None else r.routes[a:], 0, b - a) for r, a, b in pieces]
     others = {}
+    images = [(row.images, first, end) for row, first, end in pieces if row.images is not None]
     if images:
-        of_pieces = [r.images.positions_AT[:, a:b] for r, a, b in pieces if r.images]
-        others = _joined_images(torch.cat(of_pieces, 1)[:, None], images, image_names, dim=1)
-    numbers = [number for group in groups for number in group]
+        positions_AN = torch.cat([own.positions_AT[:, a:b] for own, a, b in images], 1)
+        others = _joined_images(positions_AN[:, None], images, image_names, dim=1)
     return PackedBatch(
-        numbers,
-        [len(rows[number].completion_ids) for number in numbers],
+        [number for number, _ in part],
+        [len(rows[number].completion_ids) for number, _ in part],
         to_device([token for piece in tokens for token in piece], device)[None],
         to_device(positions, device)[None],
-        to_device(predicting, device),
-        to_device([t for n in numbers for t in rows[n].completion_ids], device),
+        to_device([index for index, *_ in scores], device),
+        to_device([label for _, label, *_ in scores], device),
+        scored,
+        None if len(scored) == len(scores_of_rows) else to_device(scores_of_rows, device),
         tuple(segments),
         None,
         _joined(routes, device),
         others,
         [row.rope_side for row, _, _ in pieces],
         [end - first for _, first, end in pieces],
+        sum(num_shared >= len(rows[number].prompt_ids) for number, num_shared in part),
     )
+
+
+def _first(path: tuple[range, ...], num_tokens: int) -> tuple[range, ...]:
+    """Return the first tokens of a path of packed tokens."""
+    first: list[range] = []
+    for part in path:
+        if not num_tokens:
+            break
+        first.append(part[:num_tokens])
+        num_tokens -= len(first[-1])
+    return tuple(first)
 
 
 def _padded(
@@ -338,16 +380,17 @@ def _padded(
     for index, number in enumerate(numbers):
         first = index * S + len(rows[number].prompt_ids) - 1
         predicting += range(first, first + len(rows[number].completion_ids))
+    scored = [(n, t) for n in numbers for t in range(len(rows[n].completion_ids))]
     # Any token will do as padding: nothing attends to it.
     ids = [sequence + sequence[:1] * (S - len(sequence)) for sequence in sequences]
     lengths = to_device(list(map(len, sequences)), device)
     positions_1S = torch.arange(S, device=device)[None]
-    own = [(images, S) for n in numbers if (images := rows[n].images) is not None]
+    own = [(images, 0, S) for n in numbers if (images := rows[n].images) is not None]
     others = {}
     if own:
         padded = [
             torch.nn.functional.pad(images.positions_AT[:, : len(sequence)], (0, S - len(sequence)))
-            for (images, _), sequence in zip(own, sequences, strict=True)
+            for (images, *_), sequence in zip(own, sequences, strict=True)
         ]
         others = _joined_images(torch.stack(padded, 1), own, image_names, dim=0)
     return PackedBatch(
@@ -356,7 +399,9 @@ def _padded(
         to_device([t for row in ids for t in row], device).view(len(numbers), S),
         positions_1S.expand(len(numbers), S),
         to_device(predicting, device),
-        to_device([t for n in numbers for t in rows[n].completion_ids], device),
+        to_device([rows[n].completion_ids[t] for n, t in scored], device),
+        scored,
+        None,
         None,
         (positions_1S < lengths[:, None]).to(torch.int64),
         _joined([(rows[n].routes, 0, S) for n in numbers], device),

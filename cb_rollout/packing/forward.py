@@ -3,7 +3,7 @@
 The wrapper's forward (DDP, FSDP, DeepSpeed, PEFT) is entered once for all batches, so that
 gradients are reduced as after any other forward. Called by the thread that trains.
 
-N: tokens of a batch, K: completion tokens of a batch.
+N: tokens of a batch, K: scored tokens of a batch, R: completion tokens of its rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from cb_rollout.packing.batch import PackedBatch
 
 
 class Scores(NamedTuple):
-    """Scores of completion tokens."""
+    """Scores of tokens."""
 
     logprobs_K: torch.Tensor
     """float32, in nats."""
@@ -36,7 +36,7 @@ class Scores(NamedTuple):
 
 
 Head = Callable[[Callable[..., Any], PackedBatch, dict[str, Any]], Scores]
-"""Calls the model's forward with the arguments of a batch, inside `selecting_hidden_states`."""
+"""Calls the model's forward with the arguments of a batch, and scores its K tokens."""
 
 
 def score_batches(
@@ -49,7 +49,7 @@ def score_batches(
     routers: Routers | None = None,
     counts: Disagreement | None = None,
 ) -> list[Scores]:
-    """Score the completion tokens of each batch, by `head`, with a plain or wrapped model.
+    """Score the R completion tokens of each batch, by `head`, with a plain or wrapped model.
 
     If gradients are enabled, the first `num_trained` batches have them. With `recompute` the
     backward pass computes each batch again, so that activations of a single batch exist at a time.
@@ -121,7 +121,11 @@ def _score(
         scores = head(own_forward, batch, arguments)
         if attend is not None and not attend.num_calls:
             raise ConfigurationError("its attention cannot be replaced")
-    return scores
+    if batch.scores_R is None:
+        return scores
+    logprobs_K, entropies_K, aux_loss = scores
+    entropies_R = None if entropies_K is None else entropies_K.index_select(0, batch.scores_R)
+    return Scores(logprobs_K.index_select(0, batch.scores_R), entropies_R, aux_loss)
 
 
 def _within(backbone: torch.nn.Module, attend: PackedAttention) -> Callable[..., Any]:

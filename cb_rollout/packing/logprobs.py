@@ -63,7 +63,8 @@ def packed_logprobs(
 ) -> list[torch.Tensor]:
     """Return the log-probability of every generated token under the model's weights as they are.
 
-    Nothing is padded, and a prompt that several outputs share is computed once. Gradients flow to
+    Nothing is padded, and tokens that several outputs begin with are computed once, be they of
+    prompts or generated: pass all turns of a conversation together. Gradients flow to
     the parameters unless they are disabled; the model's mode is left as it is. On its first call a
     model's packed forward is compared with its plain forward; a model that cannot run packed, as
     with recurrent layers, runs on rows of similar length, padded.
@@ -90,7 +91,6 @@ def packed_logprobs(
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
     outputs = list(outputs)
-    temperatures = [_temperature(output, temperature) for output in outputs]
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)
     if is_sharded(inner):
@@ -100,7 +100,8 @@ def packed_logprobs(
         )
     hf_compat.refuse_sharded(inner)
     vocab_size = hf_compat.vocab_size(inner)
-    rows = with_rope_sides(inner, [_row(output, vocab_size) for output in outputs])
+    rows = [_row(output, vocab_size, _temperature(output, temperature)) for output in outputs]
+    rows = with_rope_sides(inner, rows)
     placeholders = multimodal.placeholder_token_ids(inner)
     images = [getattr(output, "images", None) for output in outputs]
     for row, output, own in zip(rows, outputs, images, strict=True):
@@ -118,7 +119,7 @@ def packed_logprobs(
     if not any(row.completion_ids for row in rows):
         return logprobs
     with _REPLACING:
-        scored = _scored_in_its_layout(model, inner, rows, temperatures)
+        scored = _scored_in_its_layout(model, inner, rows)
     return [scored.get(number, no_token) for number, no_token in enumerate(logprobs)]
 
 
@@ -133,7 +134,7 @@ def _temperature(output: GenerationOutput, temperature: float | None) -> float:
     return float(temperature)
 
 
-def _row(output: GenerationOutput, vocab_size: int) -> PackedRow:
+def _row(output: GenerationOutput, vocab_size: int, temperature: float) -> PackedRow:
     """Return an output's tokens, checked.
 
     On a GPU an id outside the vocabulary is an error that no later call recovers from.
@@ -142,6 +143,7 @@ def _row(output: GenerationOutput, vocab_size: int) -> PackedRow:
         list(map(index, output.prompt_ids)),
         list(map(index, output.generated_tokens)),
         getattr(output, "routed_experts", None),
+        temperature=temperature,
     )
     if not row.prompt_ids:
         raise InvalidRequestError(
@@ -158,7 +160,7 @@ def _row(output: GenerationOutput, vocab_size: int) -> PackedRow:
 
 
 def _scored_in_its_layout(
-    model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow], temperatures: Sequence[float]
+    model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow]
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of all rows, in the layout that agreed for this model."""
     # A model that was cast, or that got another layer, is compared again.
@@ -169,13 +171,13 @@ def _scored_in_its_layout(
         _warn_on_a_gpu(inner, reason)
     _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
     try:
-        return _scored(model, rows, layout, temperatures)
+        return _scored(model, rows, layout)
     except ConfigurationError as error:
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
         _warn_on_a_gpu(inner, str(error))
-        return _scored(model, rows, PackingLayout.PADDED, temperatures)
+        return _scored(model, rows, PackingLayout.PADDED)
 
 
 def _warn_on_a_gpu(inner: Any, reason: str) -> None:
@@ -196,15 +198,12 @@ def loss_path(inner: Any, rows: Sequence[PackedRow]) -> ExecutionPath:
             layout, reason = _agreeing_layout(inner, with_rope_sides(inner, rows))
     except Exception as error:  # noqa: BLE001  a model may raise anything
         return ExecutionPath("packed loss", "not possible", error_text(error))
-    runs = f"{layout}, not {PackingLayout.SHARED_PROMPTS}" if reason else str(layout)
+    runs = f"{layout}, not {PackingLayout.SHARED_PREFIXES}" if reason else str(layout)
     return ExecutionPath("packed loss", runs, reason)
 
 
 def _scored(
-    model: torch.nn.Module,
-    rows: Sequence[PackedRow],
-    layout: PackingLayout,
-    temperatures: Sequence[float],
+    model: torch.nn.Module, rows: Sequence[PackedRow], layout: PackingLayout
 ) -> dict[int, torch.Tensor]:
     inner = hf_compat.unwrap(model)
     names = multimodal.image_argument_names(inner)
@@ -218,9 +217,8 @@ def _scored(
             own_forward(**arguments, **without_router_logits(inner), use_cache=False)
         score = partial(_chunk, inner, own_forward, type(taken[0]))
         hidden_1KH = taken[0].last_hidden_state
-        lengths = zip(batch.rows, batch.lengths, strict=True)
-        of_tokens = [temperatures[row] for row, n in lengths for _ in range(n)]
-        temperatures_K = to_device(of_tokens, device, torch.float32)
+        temperatures = [rows[number].temperature for number, _ in batch.scored]
+        temperatures_K = to_device(temperatures, device, torch.float32)
         chunks = zip(
             hidden_1KH.split(CHUNK_TOKENS, dim=1),
             batch.labels_K.split(CHUNK_TOKENS),
@@ -261,7 +259,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
 
     At temperature 1: a lower temperature multiplies the rounding.
     """
-    rows = [rows[number] for number in representative(rows)]
+    rows = [row._replace(temperature=1.0) for row in representative(rows)[1]]
     num_tokens = sum(row.num_tokens for row in rows)
     runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
     reason = ""
@@ -272,12 +270,12 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
         )
-        for layout in (PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED):
-            if layout is PackingLayout.SHARED_PROMPTS and (reason := packing_obstacle(inner)):
+        for layout in (PackingLayout.SHARED_PREFIXES, PackingLayout.PADDED):
+            if layout is PackingLayout.SHARED_PREFIXES and (reason := packing_obstacle(inner)):
                 continue
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
-                scored = _scored(inner, rows, layout, [1.0] * len(rows))
+                scored = _scored(inner, rows, layout)
                 return [scored[number] for number in range(len(rows))]
 
             try:

@@ -148,7 +148,7 @@ CASES = {
             "activation_checkpointing_kwargs": {"use_reentrant": True},
         }
     ),
-    "differs": Case(out_of_order=partial(a_difference, "shared_prompts")),
+    "differs": Case(out_of_order=partial(a_difference, "shared_prefixes")),
     "differs_padded": Case(config=CUT, out_of_order=partial(a_difference, *PackingLayout)),
     "wrong": Case(LONGER, {"max_logprob_drift": None}, wrong_log_probabilities),
     "older": Case(LONGER, out_of_order=an_older_version),

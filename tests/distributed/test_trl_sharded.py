@@ -114,7 +114,7 @@ def test_a_packed_loss_learns_what_the_trainers_own_does(ranks, way):
 def test_a_packed_loss_learns_so_under_deepspeed_too(zero_ranks, way):
     for rank in zero_ranks:
         require_learned_alike(rank[way])
-        assert rank[way]["layout"] == "shared_prompts"
+        assert rank[way]["layout"] == "shared_prefixes"
 
 
 def test_each_process_trains_on_as_many_batches_as_it_needs(ranks):
@@ -147,7 +147,7 @@ def test_what_one_process_finds_all_of_them_act_on(ranks, way, layout, said):
 @pytest.mark.parametrize("way", ["ddp/unpacked", "fsdp2/unpacked"])
 def test_a_batch_that_one_process_cannot_pack_does_not_switch_packing_off(ranks, way):
     numbers = [len(rank[way]["num_trained"]) for rank in ranks]
-    assert all(rank[way]["layout"] == "shared_prompts" for rank in ranks)
+    assert all(rank[way]["layout"] == "shared_prefixes" for rank in ranks)
     assert not any(rank[way]["said"] for rank in ranks)
     # Sharded, all of them do without where one does.
     assert (numbers[0] == numbers[1]) == way.startswith("fsdp2")

@@ -143,7 +143,7 @@ def plain_logprobs(model, output) -> torch.Tensor:
     return logits.float().log_softmax(-1).gather(-1, torch.tensor(ids[first:])[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("layout", [PackingLayout.SHARED_PROMPTS, PackingLayout.PADDED])
+@pytest.mark.parametrize("layout", [PackingLayout.SHARED_PREFIXES, PackingLayout.PADDED])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_takes_the_factors_of_each_whole_row(family, layout):
     model = longrope_model(family)

@@ -2,14 +2,19 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from prefix_trees import random_tree_rows
 
+from cb_rollout.engine.images.prompt_images import Image, PromptImages
 from cb_rollout.packing.batch import (
     MAX_PADDING,
     PackedRow,
     PackingLayout,
+    RowImages,
     Segment,
+    num_tree_tokens,
     pack,
     representative,
 )
@@ -27,22 +32,94 @@ EVERY = range(len(ROWS))
 
 
 def test_a_prompt_stands_once_for_its_group():
-    (batch,) = pack(ROWS, EVERY, PackingLayout.SHARED_PROMPTS, CPU)
-    assert batch.rows == [0, 1, 4, 3]
-    assert batch.lengths == [2, 1, 3, 3]
-    assert batch.input_ids.tolist() == [[*A, 20, 26, 27, *B, 23, 24]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2]]
-    assert batch.predicting_K.tolist() == [2, 3, 2, 2, 4, 5, 6, 7, 8]
-    assert batch.labels_K.tolist() == [20, 21, 22, 26, 27, 28, 23, 24, 25]
-    # A completion of one token adds none; a group of one row is one segment.
-    assert batch.segments == (
-        Segment(0, 3),
-        Segment(3, 1, 0, 3),
-        Segment(4, 2, 0, 3),
-        Segment(6, 3),
-    )
+    (batch,) = pack(ROWS, EVERY, PackingLayout.SHARED_PREFIXES, CPU)
+    assert batch.rows == [3, 4, 0, 1]
+    assert batch.lengths == [3, 3, 2, 1]
+    assert batch.input_ids.tolist() == [[*B, 23, 24, *A, 26, 27, 20]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 3]]
+    assert batch.predicting_K.tolist() == [0, 1, 2, 5, 6, 7, 5, 8, 5]
+    assert batch.labels_K.tolist() == [23, 24, 25, 26, 27, 28, 20, 21, 22]
+    # A row is a segment of the tokens that no row before it has; the last row has none.
+    assert batch.segments == (Segment(0, 3), Segment(3, 5), Segment(8, 1, (range(3, 6),)))
     assert batch.is_token is None
-    assert batch.num_tokens == 9
+    assert batch.scores_R is None
+    assert batch.num_tokens == num_tree_tokens(ROWS) == 9
+    assert batch.num_shared_prompts == 2
+
+
+def test_the_turns_of_a_conversation_are_one_path_and_a_fork_leaves_it_anywhere():
+    turns = [PackedRow(A, [20, 21]), PackedRow([*A, 20, 21, 30], [22, 23, 24])]
+    fork = PackedRow([*A, 20, 21, 30], [22, 25, 26])
+    retry = PackedRow([*A, 20, 21, 30], [22, 25, 27])
+    (batch,) = pack([*turns, fork, retry], range(4), PackingLayout.SHARED_PREFIXES, CPU)
+    assert batch.rows == [2, 3, 1, 0]
+    assert batch.input_ids.tolist() == [[*A, 20, 21, 30, 22, 25, 23]]
+    assert batch.position_ids.tolist() == [[*range(8), 7]]
+    assert batch.segments == (Segment(0, 8), Segment(8, 1, (range(7),)))
+    # Rows that take the same token after the same tokens share its score.
+    assert batch.scored == [(2, 0), (2, 1), (2, 2), (3, 2), (1, 1), (1, 2), (0, 0), (0, 1)]
+    assert batch.scores_R.tolist() == [0, 1, 2, 0, 1, 3, 0, 4, 5, 6, 7]
+    assert batch.predicting_K.tolist() == [5, 6, 7, 7, 6, 8, 2, 3]
+    assert batch.labels_K.tolist() == [22, 25, 26, 27, 23, 24, 20, 21]
+    assert batch.num_shared_prompts == 3
+
+
+def test_a_path_goes_through_several_segments():
+    rows = [PackedRow([9], list(ids)) for ids in ((8, 7, 6, 5, 0), (8, 7, 6, 4, 0), (8, 7, 3, 0))]
+    rows.append(PackedRow([9], [8, 7, 6, 4, 2, 1, 0]))
+    (batch,) = pack(rows, range(4), PackingLayout.SHARED_PREFIXES, CPU)
+    assert batch.input_ids.tolist() == [[9, 8, 7, 6, 5, 4, 2, 1, 3]]
+    assert batch.segments == (
+        Segment(0, 5),
+        Segment(5, 3, (range(4),)),
+        Segment(8, 1, (range(3),)),
+    )
+    rows.append(PackedRow([9], [8, 7, 6, 4, 1, 1]))
+    (batch,) = pack(rows, range(5), PackingLayout.SHARED_PREFIXES, CPU)
+    assert Segment(8, 1, (range(4), range(5, 6))) in batch.segments
+
+
+def test_scores_of_other_temperatures_and_sampling_masks_are_apart():
+    rows = [PackedRow(A, [20, 21], sampling_mask=[kept, kept]) for kept in (b"1", b"2", b"1")]
+    rows.append(rows[0]._replace(temperature=0.5))
+    (batch,) = pack(rows, range(4), PackingLayout.SHARED_PREFIXES, CPU)
+    assert batch.num_tokens == len(A) + 1
+    assert batch.scored == [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1)]
+    assert batch.rows == [0, 1, 2, 3]
+    assert batch.scores_R.tolist() == [0, 1, 2, 3, 0, 1, 4, 5]
+
+
+def test_tokens_are_shared_as_far_as_their_experts_are():
+    routes = np.zeros((4, 1, 2), np.uint8)
+    others = routes.copy()
+    others[2] = 1
+    rows = [PackedRow(A, [20, 21], routes=own) for own in (routes, others, routes[:3], None)]
+    assert num_tree_tokens(rows) == 4 + 2 + 1 + 4
+    (batch,) = pack(rows, range(4), PackingLayout.SHARED_PREFIXES, CPU)
+    assert [len(segment.keys) for segment in batch.segments] == [4] * 4
+    # Experts of the tokens that a segment holds; -1: the router chooses.
+    taken = batch.routes[..., 0, 0].tolist()
+    assert sorted(taken) == sorted([0] * 4 + [1, 0] + [-1] + [-1] * 4)
+
+
+def with_images(prompt, completion, stop, digest):
+    images = PromptImages((Image(range(1, stop), digest, {"pixel_values": torch.ones(1)}),), 4)
+    positions = torch.arange(len(prompt) + len(completion))[None]
+    return PackedRow(prompt, completion, images=RowImages(images, positions))
+
+
+def test_rows_share_all_of_their_images_or_nothing():
+    prompt, names = [1, 5, 5, 2], frozenset({"pixel_values"})
+    rows = [with_images(prompt, [20, 30], 3, b"a"), with_images(prompt, [21, 30], 3, b"a")]
+    rows += [with_images(prompt, [20, 31], 3, b"b")]
+    # Two images, one of them in the completion; the last row has it elsewhere.
+    rows += [with_images(prompt, ids, 6, b"ab") for ids in ([20, 5, 6], [20, 5, 7, 8])]
+    rows += [with_images(prompt, [20, 9, 5, 7], 7, b"ab")]
+    rows += [PackedRow(prompt, [20, 31], images=RowImages(None, torch.arange(6)[None]))]
+    (batch,) = pack(rows, range(7), PackingLayout.SHARED_PREFIXES, CPU, None, names)
+    assert num_tree_tokens(rows) == batch.num_tokens == (5 + 1) + 5 + (7 + 0 + 7) + 5
+    assert len(batch.others["pixel_values"]) == 4
+    assert batch.others["position_ids"].tolist() == batch.position_ids.tolist()
 
 
 def test_whole_rows_keep_their_last_tokens_and_the_empty_ones():
@@ -70,21 +147,18 @@ def test_padded_rows_are_of_about_one_length():
 
 
 def test_a_group_that_does_not_fit_is_cut_and_each_part_has_the_prompt():
-    batches = pack(ROWS, EVERY, PackingLayout.SHARED_PROMPTS, CPU, max_tokens=8)
-    assert [batch.rows for batch in batches] == [[0, 1], [4], [3]]
-    assert batches[1].input_ids.tolist() == [[*A, 26, 27]]
-    assert [b.rows for b in pack(ROWS, EVERY, PackingLayout.SHARED_PROMPTS, CPU, 1)] == [
-        [0],
-        [1],
-        [4],
-        [3],
-    ]
+    batches = pack(ROWS, EVERY, PackingLayout.SHARED_PREFIXES, CPU, max_tokens=8)
+    assert [batch.rows for batch in batches] == [[3], [4, 0], [1]]
+    assert batches[1].input_ids.tolist() == [[*A, 26, 27, 20]]
+    assert batches[2].input_ids.tolist() == [A]
+    alone = pack(ROWS, EVERY, PackingLayout.SHARED_PREFIXES, CPU, 1)
+    assert [batch.rows for batch in alone] == [[3], [4], [0], [1]]
 
 
 def test_rows_that_nobody_asked_for_are_left_out():
-    (batch,) = pack(ROWS, [3, 2], PackingLayout.SHARED_PROMPTS, CPU)
+    (batch,) = pack(ROWS, [3, 2], PackingLayout.SHARED_PREFIXES, CPU)
     assert batch.rows == [3]
-    assert pack(ROWS, [2], PackingLayout.SHARED_PROMPTS, CPU) == []
+    assert pack(ROWS, [2], PackingLayout.SHARED_PREFIXES, CPU) == []
 
 
 def seen_by(batch, index):
@@ -93,32 +167,41 @@ def seen_by(batch, index):
         first = index - index % batch.input_ids.shape[1]
         return list(range(first, index + 1))
     (own,) = (s for s in batch.segments if s.start <= index < s.start + s.length)
-    prefix = range(own.prefix_start, own.prefix_start + own.prefix_length)
-    return [*prefix, *range(own.start, index + 1)]
+    return own.keys[: own.prefix_length + index + 1 - own.start]
 
 
 @pytest.mark.parametrize("layout", PackingLayout)
 def test_whatever_the_cuts_each_token_sees_its_own_sequence(layout):
     rng = random.Random(0)
     for _ in range(150):
-        prompts = [[rng.randrange(9) for _ in range(rng.randint(1, 8))] for _ in range(3)]
-        rows = [
-            PackedRow(rng.choice(prompts), [rng.randrange(9) for _ in range(rng.randint(0, 9))])
-            for _ in range(rng.randint(1, 10))
-        ]
+        rows = [PackedRow(*row) for row in random_tree_rows(rng, rng.choice([5, 9]))]
         numbers = sorted(rng.sample(range(len(rows)), rng.randint(1, len(rows))))
         max_tokens = rng.choice([None, 1, 10, 25])
         batches = pack(rows, numbers, layout, CPU, max_tokens)
         scored = [n for n in numbers if rows[n].completion_ids or layout == "whole_rows"]
+        if layout == "shared_prefixes" and max_tokens is None and scored:
+            assert batches[0].num_tokens == tokens_of_tree([rows[n] for n in scored])
         assert sorted(n for batch in batches for n in batch.rows) == scored
         for batch in batches:
             assert max_tokens is None or batch.num_tokens <= max_tokens or len(batch.rows) == 1
             check_each_token(rows, batch)
 
 
+def tokens_of_tree(rows):
+    """The number of different beginnings, by the definition."""
+    sequences = [(*row.prompt_ids, *row.completion_ids[:-1]) for row in rows]
+    return len({ids[:n] for ids in sequences for n in range(1, len(ids) + 1)})
+
+
 def check_each_token(rows, batch):
     ids, positions = batch.input_ids.flatten().tolist(), batch.position_ids.flatten().tolist()
-    predicting = iter(batch.predicting_K.tolist())
+    predicting_K, labels_K, scores_R = batch.predicting_K, batch.labels_K, batch.scores_R
+    assert len(predicting_K) == len(labels_K) == len(batch.scored)
+    for label, (number, t) in zip(labels_K.tolist(), batch.scored, strict=True):
+        assert rows[number].completion_ids[t] == label
+    if scores_R is not None:
+        predicting_K, labels_K = predicting_K[scores_R], labels_K[scores_R]
+    predicting = iter(predicting_K.tolist())
     for number, length in zip(batch.rows, batch.lengths, strict=True):
         prompt, completion = rows[number][:2]
         assert length == len(completion)
@@ -128,13 +211,25 @@ def check_each_token(rows, batch):
             assert [positions[index] for index in seen] == list(range(len(prompt) + t))
     assert next(predicting, None) is None
     labels = [token for number in batch.rows for token in rows[number].completion_ids]
-    assert batch.labels_K.tolist() == labels
+    assert labels_K.tolist() == labels
     if batch.is_token is not None:
         assert batch.num_tokens <= MAX_PADDING * int(batch.is_token.sum())
     else:
         assert sum(segment.length for segment in batch.segments) == batch.num_tokens
 
 
-def test_the_rows_to_compare_are_a_pair_of_a_group_and_the_longest():
+def test_the_rows_to_compare_are_two_that_go_on_apart_and_the_longest():
     rows = [PackedRow(B, [1]), PackedRow([9], [2]), *ROWS, PackedRow([7], [1] * 9)]
-    assert representative(rows) == [2, 3, 7, 0]
+    numbers, chosen = representative(rows)
+    # Row 3 has the prompt of rows 2 and 6 too, and no token of its own.
+    assert numbers == [6, 2, 7, 5]
+    assert chosen == [rows[number] for number in numbers]
+
+
+def test_where_no_rows_share_anything_the_longest_shares_its_prompt_with_itself():
+    for rows in ([ROWS[0]], [ROWS[0], ROWS[0]], [ROWS[0], PackedRow(B, [1])]):
+        numbers, chosen = representative(rows)
+        assert numbers[:2] == [0, 0]
+        (batch,) = pack(chosen, range(len(chosen)), PackingLayout.SHARED_PREFIXES, CPU)
+        lengths = {segment.length for segment in batch.segments if segment.prefix}
+        assert lengths == {1}

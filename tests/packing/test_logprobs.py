@@ -1,5 +1,6 @@
 """`packed_logprobs` are those of the model's plain forward, and so are their gradients."""
 
+import copy
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from plain_attention import varlen_attn, varlen_attn_of_grouped_heads
+from prefix_trees import random_tree_rows
 from tiny import SMALL, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -40,6 +42,7 @@ PACKED = {
     | dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0),
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW},
     "deepseek_v3": {},
+    "qwen3_moe": {},
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 64, "dropout": 0.0, "head_dim": None},
 }
 PADDED = {
@@ -71,6 +74,19 @@ def random_outputs(num_groups=3, size=3, seed=0):
     # One more, whose length no seed decides.
     pairs.append((pairs[0][0], []))
     return [Output(f"r{i}", *pair) for i, pair in enumerate(pairs)]
+
+
+def tree_outputs(seed):
+    """Turns and forks of two conversations, with temperatures of their own."""
+    rows = random_tree_rows(random.Random(seed), VOCABULARY)
+    return [Output(f"r{i}", *row) for i, row in enumerate(rows)]
+
+
+def num_beginnings(outputs):
+    """The tokens that must be computed: as many as the scored tokens have different histories."""
+    scored = [o for o in outputs if o.generated_tokens]
+    sequences = [(*o.prompt_ids, *o.generated_tokens[:-1]) for o in scored]
+    return len({ids[:n] for ids in sequences for n in range(1, len(ids) + 1)})
 
 
 def a_model(family):
@@ -137,8 +153,10 @@ def test_prompts_are_shared_where_pytorchs_own_kernel_attends(varlen, monkeypatc
     monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
     monkeypatch.setattr(torch_compat, "has_varlen", lambda *_: True)
     used = layouts_used(monkeypatch)
-    assert_as_plain(a_model("qwen3"), random_outputs())
-    assert set(used) == {"shared_prompts"}
+    model = a_model("qwen3")
+    for outputs in (random_outputs(), tree_outputs(0), tree_outputs(1)):
+        assert_as_plain(model, outputs)
+    assert set(used) == {"shared_prefixes"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,12 +166,79 @@ def test_each_family_has_the_scores_and_gradients_of_its_plain_forward(monkeypat
     longest = max(len(o.prompt_ids) + len(o.generated_tokens) for o in outputs)
     assert longest > WINDOW + 2
     assert_as_plain(model, outputs)
-    assert used[-1] == ("padded" if family in PADDED else "shared_prompts")
+    assert used[-1] == ("padded" if family in PADDED else "shared_prefixes")
     # A layout is looked for once.
     num_looked = len(used)
     packed_logprobs(model, outputs[:2])
     assert len(used) == num_looked + 1
     assert model.training
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "deepseek_v3", "qwen3_moe"])
+def test_what_the_turns_and_forks_of_conversations_share_is_computed_once(family, monkeypatch):
+    used, sizes, model = layouts_used(monkeypatch), [], a_model(family)
+    packed_logprobs(model, random_outputs())
+    model.get_input_embeddings().register_forward_hook(
+        lambda *of_call: sizes.append(of_call[2].shape[1])
+    )
+    for seed in range(6):
+        outputs = tree_outputs(seed)
+        packed_logprobs(model, outputs)
+        assert sizes.pop() == num_beginnings(outputs) < sum(len(o.prompt_ids) for o in outputs)
+        assert_as_plain(model, outputs)
+    assert set(used) == {"shared_prefixes"}
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba"])
+def test_conversations_of_a_recurrent_model_are_padded(family, monkeypatch):
+    used, model = layouts_used(monkeypatch), a_model(family)
+    for seed in range(2):
+        assert_as_plain(model, tree_outputs(seed))
+    assert set(used) == {"padded"}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "qwen3_moe"])
+def test_in_bfloat16_a_tree_is_as_near_to_float32_as_rows_alone(family):
+    model = a_model(family).bfloat16()
+    exact = copy.deepcopy(model).float()
+    for seed in range(3):
+        outputs = tree_outputs(seed)
+        found = []
+        for scored in (
+            packed_logprobs(model, outputs, temperature=TEMPERATURE),
+            plain(model, outputs),
+            plain(exact, outputs),
+        ):
+            scores = torch.cat([values.detach() for values in scored])
+            found.append((scores, gradients_of(exact if len(found) == 2 else model, scored)))
+        (packed, own), (alone, others), (right, expected) = found
+        # The rounding of 16 bits differs between any two orders of sums.
+        assert (packed - right).norm() <= 1.5 * (alone - right).norm() + 1e-3
+        of_packed, of_alone = (
+            sum(float((grads[n].float() - g).norm()) ** 2 for n, g in expected.items()) ** 0.5
+            for grads in (own, others)
+        )
+        assert of_packed <= 1.5 * of_alone + 1e-3
+
+
+def test_a_shared_token_counts_for_each_row_at_its_own_temperature(model):
+    prompt, tokens = [3, 4, 5], [6, 7, 8, 9]
+    outputs = [
+        Output("a", prompt, tokens),
+        Output("b", prompt, tokens),
+        Output("c", [3, 4], [5, 6]),
+    ]
+    outputs[1].temperature = 0.5
+    found = packed_logprobs(model, outputs)
+    expected = [
+        plain(model, [output], temperature)[0]
+        for output, temperature in zip(outputs, (1.0, 0.5, 1.0), strict=True)
+    ]
+    own, other = gradients_of(model, found), gradients_of(model, expected)
+    for values, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
+    for name, right in other.items():
+        assert (own[name] - right).norm() <= 1e-5 * right.norm() + 1e-6, name
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +259,7 @@ def test_each_prompt_is_computed_once(model):
     handle = layer.register_forward_hook(lambda *args: seen.append(tuple(args[2].shape[:2])))
     packed_logprobs(model, outputs)
     handle.remove()
-    prompts = {tuple(o.prompt_ids) for o in outputs if o.generated_tokens}
-    num_new = sum(len(o.generated_tokens) - 1 for o in outputs if o.generated_tokens)
-    assert seen == [(1, sum(map(len, prompts)) + num_new)]
+    assert seen == [(1, num_beginnings(outputs))]
 
 
 def test_logits_exist_for_a_chunk_at_a_time(model, monkeypatch):
@@ -339,7 +422,7 @@ def test_a_model_whose_packed_forward_lies_runs_padded_and_then_not_at_all(monke
 
     monkeypatch.setattr(forward_module, "PackedAttention", Lying)
     assert_as_plain(model, random_outputs())
-    assert used == ["shared_prompts", "padded", "padded"]
+    assert used == ["shared_prefixes", "padded", "padded"]
     logprobs_module._LAYOUTS.clear()
     monkeypatch.setattr(logprobs_module, "_plain", lambda _, row: torch.ones(len(row[1])))
     with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes other log-prob"):

@@ -69,7 +69,7 @@ def test_a_good_checkpoint_is_probed_and_compared_with_its_forward(checkpoints, 
     assert "512 in one sequence" in lines["max tokens"]
     assert lines["rollout against forward"].startswith("32 tokens, ")
     assert lines["prefill"] == "packed"
-    assert lines["packed loss"] == "shared_prompts"
+    assert lines["packed loss"] == "shared_prefixes"
     assert printed.splitlines()[-1].startswith("usable")
     assert not [line for line in printed.splitlines() if line.startswith("X")]
 
@@ -84,7 +84,7 @@ def test_a_hybrids_layers_are_told_apart(checkpoints):
     assert found["layers"].text.startswith("1 with keys and values, 1 with recurrent states")
     assert found["chunks, known prefixes"].text.startswith("not used: recurrent")
     assert found["prefill"].text.startswith("padded, not packed (recurrent states")
-    assert found["packed loss"].text.startswith("padded, not shared_prompts (recurrent states")
+    assert found["packed loss"].text.startswith("padded, not shared_prefixes (recurrent states")
     assert int(found["bytes per sequence"].text.replace(",", "")) > 0
     assert max(f.level for f in found.values()) is Level.OK
 
@@ -94,13 +94,13 @@ def test_a_hybrids_layers_are_told_apart(checkpoints):
     ("varlen", "level", "prefill", "loss"),
     [
         pytest.param(
-            varlen_attn, Level.OK, "packed", "shared_prompts", id="best", marks=pytest.mark.slow
+            varlen_attn, Level.OK, "packed", "shared_prefixes", id="best", marks=pytest.mark.slow
         ),
         pytest.param(
             lambda query, key, value: query,
             Level.WARNING,
             "padded, not packed (its forward fails (TypeError: ",
-            "padded, not shared_prompts (",
+            "padded, not shared_prefixes (",
             id="lost",
             marks=pytest.mark.slow,
         ),

@@ -1,7 +1,8 @@
 """The packed loss of random batches is TRL's own, and a fault in it would be seen.
 
-Each batch is one that TRL could have made: groups of random lengths and sizes, left-padded prompts,
-right-padded completions, rows without an advantage, rows and tokens that are masked.
+Each batch is one that TRL could have made: groups of random lengths and sizes, or turns and forks
+of conversations, left-padded prompts, right-padded completions, rows without an advantage, rows and
+tokens that are masked.
 """
 
 import random
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import accelerate
 import pytest
 import torch
+from prefix_trees import random_tree_rows
 from tiny import PAD
 from tiny_trainer import tiny_trainer
 
@@ -20,7 +22,7 @@ from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.integrations.trl import packed_loss
 from cb_rollout.integrations.trl.loss_rows import LossBatch
 from cb_rollout.integrations.trl.scoring import TrainerScoring
-from cb_rollout.packing.batch import Segment
+from measure_tree import batch_of, conversations, sharing_prompts_alone
 
 VOCABULARY = 99
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
@@ -61,6 +63,9 @@ def random_batch(rng):
     prompts = [tokens(1, 8) for _ in range(rng.randint(1, 3))]
     longest = rng.choice([1, 4, 10])
     rows = [(p, tokens(0, longest)) for p in prompts for _ in range(rng.randint(1, 4))]
+    if rng.random() < 0.5:
+        # Turns and forks of conversations.
+        rows = random_tree_rows(rng, VOCABULARY)
     rng.shuffle(rows)
     P = max(len(prompt) for prompt, _ in rows)
     T = max(1, *(len(completion) for _, completion in rows))
@@ -180,18 +185,37 @@ def shifted(batch):
     """A completion's positions begin one too late."""
     positions = batch.position_ids.clone()
     for segment in batch.segments:
-        if segment.prefix_length:
+        if segment.prefix:
             positions[0, segment.start : segment.start + segment.length] += 1
     return replace(batch, position_ids=positions)
 
 
 def of_another_group(batch):
     """Completions attend to the first prompt of the batch."""
-    segments = tuple(
-        Segment(s.start, s.length, 0, s.prefix_length) if s.prefix_length else s
-        for s in batch.segments
-    )
+    return with_prefixes(batch, lambda prefix: (range(sum(map(len, prefix))),))
+
+
+def with_prefixes(batch, change):
+    """Segments that have a prefix get another one."""
+    segments = tuple(s._replace(prefix=change(s.prefix)) if s.prefix else s for s in batch.segments)
     return replace(batch, segments=segments)
+
+
+def with_a_key_too_many(batch):
+    """Segments see the first token of the row that they leave."""
+    return with_prefixes(batch, lambda own: (*own[:-1], range(own[-1].start, own[-1].stop + 1)))
+
+
+def below_the_parent(batch):
+    """Segments attend to the path of their parent's parent alone."""
+    return with_prefixes(batch, lambda prefix: prefix[:-1])
+
+
+def of_the_row_before(batch):
+    """A row that shares a score has the next score in its place."""
+    if batch.scores_R is None:
+        return batch
+    return replace(batch, scores_R=(batch.scores_R + 1) % len(batch.labels_K))
 
 
 def with_a_token_too_early(batch):
@@ -256,6 +280,9 @@ def without_a_mask(batch):
 MUTANTS = {
     "position": packing(shifted),
     "prompt": packing(of_another_group),
+    "key": packing(with_a_key_too_many),
+    "parent": packing(below_the_parent),
+    "score": packing(of_the_row_before),
     "prediction": packing(with_a_token_too_early),
     "order": packing(in_another_order),
     "padding": padding_is_a_prompt,
@@ -327,6 +354,24 @@ def test_the_counts_are_those_made_by_hand(pair, settings, config, counts, num_f
     assert len(calls) == num_forwards
     names = ("loss_tokens_computed", "loss_tokens_useful", "prompts_shared", "rows_left_out")
     assert tuple(logged[f"rollout/{name}"][0] for name in names) == counts
+
+
+def test_conversations_of_eight_turns_in_a_group_of_eight_are_computed_as_a_tree(pair):
+    rows = conversations(random.Random(0), (6, 3, 2), 2, VOCABULARY)
+    paths = [(*prompt, *answer[:-1]) for prompt, answer in rows]
+    needed = len({path[:n] for path in paths for n in range(1, len(path) + 1)})
+    batch = batch_of(rows) | {"ref_per_token_logps": torch.zeros(64, 3)}
+    settings = use(pair.ours)
+    own, other = (learned(trainer, [batch], settings) for trainer in (pair.ours, pair.theirs))
+    assert own[0] == pytest.approx(other[0], rel=TOLERANCE, abs=TOLERANCE)
+    norm = max(float(gradient.norm()) for gradient in other[1].values())
+    for name, gradient in other[1].items():
+        assert (own[1][name] - gradient).norm() <= TOLERANCE * (gradient.norm() + norm), name
+    assert own[2]["rollout/loss_tokens_computed"] == [needed]
+    assert own[2]["rollout/loss_tokens_useful"] == [needed]
+    with sharing_prompts_alone():
+        computed = learned(pair.ours, [batch], settings)[2]["rollout/loss_tokens_computed"][0]
+    assert computed > 4 * needed
 
 
 def likelihood(trainer, model, inputs):

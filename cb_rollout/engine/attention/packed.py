@@ -12,6 +12,7 @@ longest prefix and segment.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -38,11 +39,14 @@ class Segment(NamedTuple):
     start: int
     """Index of its first token among the packed tokens."""
     length: int
-    prefix_start: int = 0
-    """Index of the prefix's first key among the keys."""
-    prefix_length: int = 0
+    prefix: tuple[range, ...] = ()
+    """Indices of the prefix among the keys: parts of other segments, in the order of the tokens."""
     key_start: int | None = None
     """Index of the first token's own key; None: `start`, where packed tokens are all the keys."""
+
+    @property
+    def prefix_length(self) -> int:
+        return sum(map(len, self.prefix))
 
     @property
     def num_keys(self) -> int:
@@ -53,8 +57,9 @@ class Segment(NamedTuple):
         return range(self.start, self.start + self.length)
 
     @property
-    def prefix(self) -> range:
-        return range(self.prefix_start, self.prefix_start + self.prefix_length)
+    def keys(self) -> list[int]:
+        """Return the indices of all keys, those of the prefix first."""
+        return [*chain(*self.prefix), *self.own_keys]
 
     @property
     def own_keys(self) -> range:
@@ -129,7 +134,7 @@ class PackedAttention:
         keys: list[int] = []
         ends_q, ends_k = [0], [0]
         for segment in self._segments:
-            keys += [*segment.prefix, *segment.own_keys]
+            keys += segment.keys
             ends_q.append(ends_q[-1] + segment.length)
             ends_k.append(len(keys))
         is_all = keys == list(range(max(keys) + 1))
@@ -293,10 +298,10 @@ def _bucket(segments: list[Segment], device: torch.device) -> _Bucket:
     keys: list[int] = []
     kept: list[int] = []
     for segment in segments:
-        tokens, own = segment.tokens, segment.own_keys
         kept += range(len(queries), len(queries) + segment.length)
-        queries += [*tokens, *[tokens.start] * (Q - segment.length)]
-        keys += [*segment.prefix, *own, *[own.start] * (K - segment.num_keys)]
+        queries += [*segment.tokens, *[segment.start] * (Q - segment.length)]
+        own = segment.keys
+        keys += [*own, *own[-1:] * (K - len(own))]
     prefix_lengths = to_device([segment.prefix_length for segment in segments], device)
     return _Bucket(
         len(segments),

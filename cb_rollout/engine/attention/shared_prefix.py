@@ -8,6 +8,7 @@ B: rows, T: shared tiles.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -78,7 +79,7 @@ def shared_tiles(
     for start, end in pairwise([*starts, len(heads)]):
         if end - start < 2:
             continue
-        num_tokens = _num_common([blocks[:-1] for blocks in block_ids[start:end]]) * block_size
+        num_tokens = num_common([blocks[:-1] for blocks in block_ids[start:end]]) * block_size
         if num_tokens < MIN_SHARED_TOKENS:
             continue
         for first in range(start, end, rows_per_tile):
@@ -86,7 +87,8 @@ def shared_tiles(
     return tiles
 
 
-def _num_common(rows: Sequence[Sequence[int]]) -> int:
+def num_common(rows: Sequence[Sequence[Any]]) -> int:
+    """Return the length of the longest common prefix."""
     first, *others = rows
     common = first[: min(map(len, rows))]
     for blocks in others:

@@ -123,7 +123,7 @@ class PromptImages:
         new = [image.tensors for image in self.after(start)]
         given = {
             name: joined([tensors[name] for tensors in new], self.dims.get(name, 0))
-            for name in new[0]
+            for name in (new[0] if new else ())
         }
         missing = max(0, stop - self.num_prompt_tokens)
         for name, tensor in self.of_tokens.items():

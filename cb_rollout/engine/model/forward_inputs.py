@@ -37,7 +37,7 @@ def packed_inputs(batch: ForwardBatch) -> ForwardInputs:
     device = batch.table.blocks.device
     ends, key_ends = list(accumulate(num_new)), list(accumulate(lengths))
     segments = [
-        Segment(end - new, new, key_end - length, length - new, key_end - new)
+        Segment(end - new, new, (range(key_end - length, key_end - new),), key_end - new)
         for end, new, key_end, length in zip(ends, num_new, key_ends, lengths, strict=True)
     ]
     lengths_B, table_rows_B = to_device(lengths, device), to_device(batch.table_rows, device)

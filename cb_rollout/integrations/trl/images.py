@@ -6,7 +6,7 @@ own, which are used here. Called by the trainer, on its thread.
 B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cb_rollout.compat import multimodal
@@ -95,18 +95,19 @@ def rows_with_images(
     images = [
         None
         if placeholders.isdisjoint(sequence)
-        else _images_of(row, number, divided, logits_to_keep)
+        else _images_of(row, number, divided, logits_to_keep, placeholders)
         for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
     ]
     pairs = zip(rows, row_images(model, sequences, images), strict=True)
-    return [
-        row._replace(images=own._replace(are_of_prompt=placeholders.isdisjoint(row.completion_ids)))
-        for row, own in pairs
-    ]
+    return [row._replace(images=own) for row, own in pairs]
 
 
 def _images_of(
-    row: PackedRow, number: int, divided: Mapping[str, Any], logits_to_keep: int
+    row: PackedRow,
+    number: int,
+    divided: Mapping[str, Any],
+    logits_to_keep: int,
+    placeholders: Container[int],
 ) -> PromptImages:
     of_images: dict[str, torch.Tensor] = {}
     of_tokens: dict[str, torch.Tensor] = {}
@@ -116,7 +117,9 @@ def _images_of(
             end = own.shape[1] - logits_to_keep + len(row.completion_ids)
             own = own[:, end - row.num_tokens : end]
         (of_tokens if name in TOKEN_TYPES else of_images)[name] = own
-    whole = Image(range(row.num_tokens), tensors_digest(of_images), of_images)
+    ids = [*row.prompt_ids, *row.completion_ids]
+    stop = max(index for index, token in enumerate(ids) if token in placeholders) + 1
+    whole = Image(range(stop), tensors_digest(of_images), of_images)
     return PromptImages((whole,), row.num_tokens, of_tokens)
 
 

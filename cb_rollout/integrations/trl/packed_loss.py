@@ -4,7 +4,7 @@ Replaces TRL 1.16's forward of the padded batch in the loss and in scoring, for 
 reference. The loss itself is TRL's, computed from the same (B, T) tensors. Called by the trainer,
 on its thread; with several processes all of them call it together.
 
-B: rows of a batch, T: tokens of a completion, K: completion tokens.
+B: rows of a batch, T: tokens of a completion, K: scored tokens, R: completion tokens of all rows.
 """
 
 import sys
@@ -43,6 +43,7 @@ from cb_rollout.packing.batch import (
     PackedBatch,
     PackedRow,
     PackingLayout,
+    num_tree_tokens,
     pack,
     representative,
     with_rope_sides,
@@ -65,7 +66,7 @@ class LossTokens:
     loss_tokens_computed: int = 0
     """Tokens that went through the model, padding included."""
     loss_tokens_useful: int = 0
-    """Tokens that the scores need: each distinct prompt once, completions without the last."""
+    """Tokens that the scores need: completions without the last, each common prefix once."""
     prompts_shared: int = 0
     """Completions that used a prompt computed for another completion."""
     rows_left_out: int = 0
@@ -75,7 +76,7 @@ class LossTokens:
 def padded_tokens(batch: LossBatch) -> LossTokens:
     """Return the counts of the trainer's own forward."""
     rows, num_tokens = batch.unpadded(), batch.input_ids.numel()
-    return LossTokens(num_tokens, _num_needed(rows) if rows else num_tokens)
+    return LossTokens(num_tokens, num_tree_tokens(rows) if rows else num_tokens)
 
 
 @dataclass
@@ -120,7 +121,7 @@ class PackedScores:
         self._batches = with_gradient + without
         self.tokens = LossTokens(
             sum(batch.num_tokens for batch in self._batches),
-            _num_needed(self.rows),
+            num_tree_tokens(self.rows),
             sum(batch.num_shared_prompts for batch in self._batches),
             len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
         )
@@ -146,12 +147,12 @@ class PackedScores:
             for row, length in zip(batch.rows, batch.lengths, strict=True):
                 indices += range(row * T, row * T + length)
         device = scores[0].logprobs_K.device
-        indices_K = to_device(indices, device)
+        indices_R = to_device(indices, device)
 
         def spread(parts: list[torch.Tensor]) -> torch.Tensor:
-            values_K = torch.cat(parts).float()
+            values_R = torch.cat(parts).float()
             flat = torch.zeros(len(self.rows) * T, device=device)
-            return flat.index_copy(0, indices_K, values_K).view(-1, T)
+            return flat.index_copy(0, indices_R, values_R).view(-1, T)
 
         entropies = [part.entropies_K for part in scores if part.entropies_K is not None]
         return (
@@ -168,22 +169,13 @@ class PackedScores:
             arguments = arguments | {"output_router_logits": True}
         if self.rows[0].sampling_mask is not None:
             output = own_forward(**arguments, use_cache=False)
-            # A masked row has no completion here, and its sampling mask still.
-            scored = zip(batch.rows, batch.lengths, strict=True)
-            masks = ((self.rows[row].sampling_mask or ())[:length] for row, length in scored)
-            kept = [ids for mask in masks for ids in mask]
+            kept = [(self.rows[number].sampling_mask or ())[t] for number, t in batch.scored]
             logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
             found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
             return Scores(*found, output.aux_loss if has_aux_loss else None)
         output = own_forward(**arguments, shift_labels=batch.labels_K[None], fused_lm_head=True)
         entropies = None if output.entropy is None else output.entropy[0]
         return Scores(output.log_probs[0], entropies, output.aux_loss)
-
-
-def _num_needed(rows: Sequence[PackedRow]) -> int:
-    scored = [row for row in rows if row.completion_ids]
-    prompts = {(tuple(row.prompt_ids), row.images and row.images.digest) for row in scored}
-    return sum(len(ids) for ids, _ in prompts) + sum(len(row.completion_ids) - 1 for row in scored)
 
 
 class PackedLoss:
@@ -205,7 +197,7 @@ class PackedLoss:
         self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
-        first = PackingLayout.SHARED_PROMPTS if self._can_pack else PackingLayout.PADDED
+        first = PackingLayout.SHARED_PREFIXES if self._can_pack else PackingLayout.PADDED
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
         if packing_obstacle and trainer.accelerator.device.type == "cuda":
             _warn_of_padding(packing_obstacle)
@@ -330,7 +322,7 @@ class PackedLoss:
                 self._compared.add(run.key)
                 break
             reason = reason or ELSEWHERE
-            if run.layout is not PackingLayout.SHARED_PROMPTS or self._is_sharded:
+            if run.layout is not PackingLayout.SHARED_PREFIXES or self._is_sharded:
                 self._give_up(reason, run.has_images)
                 return False
             not_shared, run.layout = reason, PackingLayout.PADDED
@@ -351,13 +343,13 @@ class PackedLoss:
 
     def _comparable(self, run: PackedScores) -> PackedScores:
         """Return some rows of a batch, without a wrapper that waits for other processes."""
-        model, numbers = hf_compat.unwrap(run.model), representative(run.rows)
+        model, (numbers, rows) = hf_compat.unwrap(run.model), representative(run.rows)
         # The side at which the trainer's own forward computes every row is that of its width.
         side = RowRope(model).side(run.batch.input_ids.shape[1])
         return replace(
             run,
             model=hf_compat.collective_forward(run.model),
-            rows=[run.rows[number]._replace(rope_side=side) for number in numbers],
+            rows=[row._replace(rope_side=side) for row in rows],
             batch=replace(run.batch.at(numbers, run.batch.batch_size), counts=None),
         )
 

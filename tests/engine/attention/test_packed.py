@@ -18,14 +18,17 @@ HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = HEAD_SIZE**-0.5
 CPU = torch.device("cpu")
 
-# Lengths far apart make several buckets; the third prompt has one completion, and so no prefix.
-ROWS = [PackedRow([1] * prompt, [1] * new) for prompt, new in [(200, 3), (200, 150), (200, 2)]]
-ROWS += [PackedRow([2] * prompt, [1] * new) for prompt, new in [(3, 1), (3, 260), (3, 7)]]
-ROWS += [PackedRow([3] * 4, [1] * 5)]
+# Lengths far apart make several buckets; the third prompt has one completion, and so no prefix. Two
+# rows leave the longest ones in their midst, and a third one of these.
+LENGTHS = [(200, 3), (200, 150), (200, 2), (3, 1), (3, 260), (3, 7), (4, 5)]
+ROWS = [PackedRow([prompt] * prompt, [n] * new) for n, (prompt, new) in enumerate(LENGTHS)]
+ROWS += [PackedRow([200] * 200, [1] * 70 + [7] * 9), PackedRow([3] * 3, [4] * 90 + [8] * 40)]
+ROWS += [PackedRow([3] * 3, [4] * 90 + [8] * 30 + [9] * 6)]
 
 
 def segments_of_rows():
-    (batch,) = pack(ROWS, range(len(ROWS)), PackingLayout.SHARED_PROMPTS, CPU)
+    (batch,) = pack(ROWS, range(len(ROWS)), PackingLayout.SHARED_PREFIXES, CPU)
+    assert {len(segment.prefix) for segment in batch.segments} == {0, 1, 2}
     return batch.segments
 
 
@@ -50,7 +53,7 @@ def continued(*rows):
     """Segments of (history, new tokens), whose keys stand row by row, history first."""
     segments, start, key = [], 0, 0
     for history, length in rows:
-        segments.append(Segment(start, length, key, history, key + history))
+        segments.append(Segment(start, length, (range(key, key + history),), key + history))
         start, key = start + length, key + history + length
     return segments, start, key
 
@@ -60,7 +63,7 @@ def by_definition(query, key, value, segments, window=None, sinks=None):
     key, value = (s[0].double().repeat_interleave(HEADS // KEY_HEADS, 0) for s in (key, value))
     rows = []
     for segment in segments:
-        keys = torch.tensor([*segment.prefix, *segment.own_keys])
+        keys = torch.tensor(segment.keys)
         own = torch.arange(segment.prefix_length, segment.num_keys)[:, None]
         distance = own - torch.arange(len(keys))
         seen = (distance >= 0) & (distance < (window or len(keys)))
@@ -222,7 +225,8 @@ def test_keys_are_copied_for_few_segments_at_a_time_and_never_for_one_alone():
 
 
 def refused(said, layer, *, num_tokens=7, mask=None, max_length=None, **kwargs):
-    attend = PackedAttention([Segment(0, 3), Segment(3, 4, 0, 3)], CPU, max_length=max_length)
+    segments = [Segment(0, 3), Segment(3, 4, (range(3),))]
+    attend = PackedAttention(segments, CPU, max_length=max_length)
     with pytest.raises(ConfigurationError, match=said):
         attend(sdpa_attention_forward, layer, *states(num_tokens), mask, scaling=SCALE, **kwargs)
 
@@ -240,7 +244,7 @@ def test_attention_that_segments_cannot_compute_is_refused():
 
 
 def test_a_window_longer_than_every_sequence_is_no_window():
-    segments = [Segment(0, 3), Segment(3, 4, 0, 3)]
+    segments = [Segment(0, 3), Segment(3, 4, (range(3),))]
     inputs = states(7)
     attend = PackedAttention(segments, CPU)
     layer = a_layer(sliding_window=7)

@@ -79,9 +79,9 @@ def test_a_model_with_biases_of_its_own_or_recurrent_layers_has_its_rows_padded(
     "wrong",
     [
         lambda s: s._replace(key_start=max(0, s.key_start - 1)),
-        lambda s: s._replace(prefix_start=0),
-        lambda s: s._replace(prefix_length=max(0, s.prefix_length - 1)),
-        lambda s: s._replace(prefix_length=0),
+        lambda s: s._replace(prefix=tuple(range(len(own)) for own in s.prefix)),
+        lambda s: s._replace(prefix=tuple(own[:-1] for own in s.prefix)),
+        lambda s: s._replace(prefix=()),
     ],
     ids=["own keys", "another row's history", "a key too few", "no history"],
 )

@@ -46,17 +46,29 @@ struct MaskKind {
     int64_t kind, stride;
 };
 
-inline REAL dot(const REAL* query, const STORED* key, int64_t size) {
-    Vector sums = {};
-    int64_t i = 0;
-    for (; i + BLOCK <= size; i += BLOCK)
-        for (int64_t part = 0; part < PARTS; part++)
-            sums = fused(lanes_at(query + i + part * LANES), part_at(key + i, part), sums);
-    if (i < size)
-        for (int64_t part = 0; part < PARTS; part++)
-            sums = fused(
-                lanes_at(query + i + part * LANES), part_of_first(key + i, size - i, part), sums);
-    return sum_of(sums);
+// Write the products of COUNT queries with one key.
+template <int64_t COUNT>
+inline void multiply_key(
+    const REAL* queries, int64_t row_size, const STORED* key, int64_t size,
+    REAL (&products)[QUERIES]) {
+    const int64_t rest = size % BLOCK;
+    Vector sums[QUERIES] = {};
+    const auto add = [&](int64_t i, const auto& part_from) INLINED {
+        unrolled<PARTS>([&](auto part) INLINED {
+            const Vector numbers = part_from(key + i, part);
+            unrolled<COUNT>([&](auto q) INLINED {
+                const REAL* query = queries + q * row_size + i + part * LANES;
+                sums[q] = fused(lanes_at(query), numbers, sums[q]);
+            });
+        });
+    };
+    for (int64_t i = 0; i < size - rest; i += BLOCK)
+        add(i, [](const STORED* from, int64_t part) INLINED { return part_at(from, part); });
+    if (rest)
+        add(size - rest, [&](const STORED* from, int64_t part) INLINED {
+            return part_of_first(from, rest, part);
+        });
+    sums_of(sums, products);
 }
 
 // Add weighted values to VECTORS sums of each of COUNT queries, key after key.
@@ -64,20 +76,23 @@ template <int64_t COUNT, int64_t PARTS_AT_ONCE>
 inline void add_values(
     const REAL* weights, int64_t padded, const Keys& keys, int64_t first, int64_t last,
     int64_t block, int64_t value_size, Vector (&sums)[COUNT][VECTORS]) {
+    Vector own[COUNT][PARTS_AT_ONCE] = {};
     for (int64_t t = first; t < last; t++) {
         const STORED* value = keys.values[t];
-        Vector parts[PARTS_AT_ONCE];
-        for (int64_t i = 0; i < PARTS_AT_ONCE; i++) {
+        unrolled<PARTS_AT_ONCE>([&](auto i) INLINED {
             const int64_t number = block + i, start = number / PARTS * BLOCK;
             const int64_t left = value_size - start, part = number % PARTS;
-            parts[i] = left < BLOCK ? part_of_first(value + start, left, part)
-                                    : part_at(value + start, part);
-        }
-        for (int64_t q = 0; q < COUNT; q++) {
-            const Vector weight = Vector{} + weights[q * padded + t - first];
-            for (int64_t i = 0; i < PARTS_AT_ONCE; i++) sums[q][i] = fused(weight, parts[i], sums[q][i]);
-        }
+            const Vector numbers = left < BLOCK ? part_of_first(value + start, left, part)
+                                                : part_at(value + start, part);
+            unrolled<COUNT>([&](auto q) INLINED {
+                const Vector weight = Vector{} + weights[q * padded + t - first];
+                own[q][i] = fused(weight, numbers, own[q][i]);
+            });
+        });
     }
+    unrolled<COUNT>([&](auto q) INLINED {
+        unrolled<PARTS_AT_ONCE>([&](auto i) INLINED { sums[q][i] = own[q][i]; });
+    });
 }
 
 template <int64_t COUNT>
@@ -95,14 +110,16 @@ void attend_queries(
     }
     const int64_t count = last - first, padded = (count + LANES - 1) / LANES * LANES;
     scores.resize(COUNT * padded + LANES);
-    for (int64_t t = first; t < last; t++)
+    for (int64_t t = first; t < last; t++) {
+        REAL products[QUERIES];
+        multiply_key<COUNT>(widened.data(), row_size, keys.keys[t], key_size, products);
         for (int64_t q = 0; q < COUNT; q++) {
             const Query& query = queries[q];
             bool is_seen = t >= query.first && t < query.last;
             if (is_seen && mask.kind == BOOLEAN) is_seen = query.mask[t * mask.stride] != 0;
             REAL score = -INFINITE;
             if (is_seen) {
-                score = dot(widened.data() + q * row_size, keys.keys[t], key_size) * settings.scale;
+                score = products[q] * settings.scale;
                 if (settings.softcap != 0)
                     score = settings.softcap * std::tanh(score / settings.softcap);
                 if (mask.kind == ADDED)
@@ -110,6 +127,7 @@ void attend_queries(
             }
             scores[q * padded + t - first] = score;
         }
+    }
     REAL shares[COUNT];
     for (int64_t q = 0; q < COUNT; q++) {
         REAL* own = scores.data() + q * padded;
@@ -286,20 +304,23 @@ extern "C" void multiply_batch(
             Vector sums[ROWS][PARTS] = {};
             for (int64_t k = 0; k < num_inputs; k++) {
                 const STORED* from = matrix + k * right_row + n;
-                for (int64_t part = 0; part < PARTS; part++) {
+                unrolled<PARTS>([&](auto part) INLINED {
                     const Vector numbers =
                         width == BLOCK ? part_at(from, part) : part_of_first(from, width, part);
-                    for (int64_t r = 0; r < ROWS; r++) {
+                    unrolled<ROWS>([&](auto r) INLINED {
                         // Rows past the last are computed as the last one, and not stored.
                         const int64_t own = r < count ? r : count - 1;
                         const Vector number = Vector{} + real(rows[own * left_row + k * left_number]);
                         sums[r][part] = fused(number, numbers, sums[r][part]);
-                    }
-                }
+                    });
+                });
             }
-            for (int64_t r = 0; r < count; r++)
-                for (int64_t i = 0; i < width; i++)
-                    store(sums[r][i % PARTS][i / PARTS], to + r * num_outputs + n + i);
+            unrolled<ROWS>([&](auto r) INLINED {
+                for (int64_t i = 0; r < count && i < width; i++) {
+                    const Vector& own = sums[r][i % PARTS];
+                    store(own[i / PARTS], to + r * num_outputs + n + i);
+                }
+            });
         }
     });
 }
