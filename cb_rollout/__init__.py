@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cb_rollout.errors import RolloutError as RolloutError
     from cb_rollout.errors import ToolTimeoutError as ToolTimeoutError
     from cb_rollout.errors import WeightSyncError as WeightSyncError
+    from cb_rollout.integrations.audit_callback import audit_callback as audit_callback
     from cb_rollout.integrations.trl.attachment import attach as attach
     from cb_rollout.integrations.trl.attachment import detach as detach
     from cb_rollout.integrations.trl.rollout_func import make_rollout_func as make_rollout_func

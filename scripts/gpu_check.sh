@@ -2,9 +2,10 @@
 # Run what needs one CUDA device, most telling first, each part within a budget of seconds. Needs no
 # network. What runs, and when: docs/benchmarks/README.md.
 #
-#     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS]
+#     bash scripts/gpu_check.sh [FOLDER FOR THE RESULTS [ARCHIVE]]
 #     bash scripts/gpu_check.sh --wheels    # print the packages that this Python lacks
 #
+# ARCHIVE: a .tar.gz of the results, written anew after each part: one file to bring back.
 # PYTHON: the Python to run (python3). GPU_CHECK_WHEELS: a folder of wheels, which are installed
 # beside the results and nowhere else. CB_ROLLOUT_VLLM_PYTHON: a Python that has vLLM, which is
 # compared last. GPU_CHECK_SECONDS: the time for all parts, which scales their budgets (570, or 700
@@ -14,6 +15,7 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 results=${1:-runs/gpu}
+archive=${2:-}
 total=570
 if [ -n "${CB_ROLLOUT_VLLM_PYTHON:-}" ]; then total=700; fi
 seconds=${GPU_CHECK_SECONDS:-$total}
@@ -78,6 +80,11 @@ write_parts() {
   local IFS=,
   echo "{${records[*]}}" >"$results/parts.unfinished"
   mv "$results/parts.unfinished" "$results/parts.json"
+  if [ -n "$archive" ]; then
+    tar -czf "$archive.unfinished" -C "$results" --exclude ./site --exclude '*.unfinished' \
+      --exclude "${archive##*/}" .
+    mv "$archive.unfinished" "$archive"
+  fi
 }
 
 # run NAME BUDGET COMMAND...: run one part, until its budget and what earlier ones left are spent.

@@ -1,10 +1,14 @@
 """Inject faults into rollouts, audit them, and count which cause comes first.
 
-python scripts/measure_audit.py            # tiny models: minutes
-python scripts/measure_audit.py --real     # SmolLM2-135M-Instruct too: half an hour on two cores
+python scripts/measure_audit.py                                    # tiny models: minutes
+python scripts/measure_audit.py --real                             # SmolLM2-135M-Instruct too
+python scripts/measure_audit.py --engine manager --families --real # another engine, SmolLM2 alone
+python scripts/measure_audit.py --clean 100 --engine ours          # rollouts without a fault
 
-Writes `docs/benchmarks/audit_cpu.json`; then run `python scripts/write_docs.py`. The faulty engine
-is a plain loop over `model(...)` with a `DynamicCache`; it shares no code with the auditor.
+Writes `docs/benchmarks/audit_cpu.json`, where rows of other calls stay; then run
+`python scripts/write_docs.py`. The faulty engine is a plain loop over `model(...)` with a
+`DynamicCache`; it shares no code with the auditor. Other engines are transformers' manager, vLLM in
+the environment of `CB_ROLLOUT_VLLM_PYTHON`, and, without a fault, this package's.
 """
 
 import argparse
@@ -30,7 +34,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cb_rollout import GenerationOutput, SamplingParams
+from audit_engines import transformers_manager, vllm
+from cb_rollout import GenerationOutput, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import Cause
 from cb_rollout.tools.bench.run import describe_machine
@@ -38,6 +43,9 @@ from cb_rollout.tools.bench.run import describe_machine
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 NUM_NEW = 24
+
+# Of a rollout without a fault: enough to tell causes apart, and quick.
+NUM_CLEAN_PROMPTS, NUM_CLEAN_NEW = 3, 16
 
 Model = Any
 Logits = torch.Tensor
@@ -223,8 +231,53 @@ def engines(s: Setting) -> Iterator[tuple[str, Cause, Engine, dict[str, Any]]]:
     yield "another adapter", Cause.OTHER_ADAPTER, Engine(other), versions
     yield from readouts(s, versions)
     yield from prompts(s, versions)
+    for name, rounded in (("int8", in_int8), ("float8", in_float8)):
+        yield f"{name} weights", Cause.QUANTISED, Engine(quantised(s.model, rounded)), versions
+    yield from pairs(s, versions)
     if not s.is_short:
         yield from precisions(s, versions)
+
+
+def in_int8(rows: torch.Tensor) -> torch.Tensor:
+    """Round each row, the weights of an output, to 255 values of its own."""
+    scale = 127 / rows.abs().max(-1, keepdim=True).values
+    return torch.round(rows * scale) / scale
+
+
+def in_float8(rows: torch.Tensor) -> torch.Tensor:
+    """Round all weights to floats of four exponent and three mantissa bits, with one scale."""
+    scale = 448 / rows.abs().max()
+    return (rows * scale).to(torch.float8_e4m3fn).to(rows.dtype) / scale
+
+
+def quantised(model: Model, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Model:
+    """Return a copy whose layers, but not its embeddings and head, have rounded matrices."""
+    other = copy.deepcopy(model)
+    for name, p in other.named_parameters():
+        is_matrix = p.dim() == 2 and ".weight" in name
+        if is_matrix and not any(
+            x in name for x in (".lora_", "embed", "wte", "wpe", "head", ".gate.")
+        ):
+            # GPT-2 holds its matrices transposed.
+            turned = "c_" in name
+            rows = (p.data.T if turned else p.data).float()
+            new = rounded(rows)
+            p.data = (new.T if turned else new).contiguous().to(p.dtype)
+    return other
+
+
+def pairs(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
+    """Yield two faults at once, which no single cause explains."""
+    raw = {"temperature": 0.7}
+    yield "older version, temperature not in the numbers", None, Engine(s.old, **raw), versions
+    yield (
+        "adapter not loaded, numbers of top_k",
+        None,
+        Engine(s.base, draws=partial(cut, top_k=20), reports=partial(cut, top_k=20)),
+        versions,
+    )
+    warm = Engine(s.doubled, reports=lambda logits, ids: logits / 0.9)
+    yield "adapter twice, numbers of temperature 0.9", None, warm, versions
 
 
 def precisions(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
@@ -306,6 +359,13 @@ def encoded_again(tokenizer: Any, prompt: list[int], longest: int) -> list[int]:
     return tokenizer(text=tokenizer.decode(prompt), add_special_tokens=False)["input_ids"]
 
 
+def rendered_again(tokenizer: Any, prompt: list[int], longest: int) -> list[int]:
+    """Return the tokens of a chat in which the prompt's text is what the user says."""
+    chat = [{"role": "user", "content": tokenizer.decode(prompt)}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text=text, add_special_tokens=False)["input_ids"]
+
+
 def prompts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
     """Yield faults of prompts and positions."""
     with_tokenizer = {**versions, "tokenizer": s.tokenizer}
@@ -324,6 +384,14 @@ def prompts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
         replace(own, edit=lambda p, longest: [s.pad] * (longest - len(p)) + p),
         with_tokenizer,
     )
+    twice = replace(own, edit=partial(rendered_again, s.tokenizer))
+    yield "chat template twice", Cause.TEMPLATE_TWICE, twice, with_tokenizer
+    rope = s.model.config.rope_parameters if "llama" in s.name else {}
+    if rope.get("rope_type") == "longrope":
+        long = copy.deepcopy(s.model)
+        # Every prompt is longer.
+        long.config.rope_parameters["original_max_position_embeddings"] = 1
+        yield "RoPE of long sequences", Cause.ROPE, Engine(long), versions
     yield "positions of completions off by one", Cause.POSITIONS, replace(own, shift=1), versions
     if s.name.startswith("gpt2"):
         yield (
@@ -334,8 +402,18 @@ def prompts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
         )
 
 
+# Like a default RoPE up to 256 positions, which no sequence here reaches.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 256,
+    "attention_factor": 1.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0 + number / 4 for number in range(8)],
+}
+
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
+    "llama": {"num_key_value_heads": 2, "rope_parameters": LONGROPE},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
@@ -359,6 +437,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=words[1],
         bos_token=words[2],
         additional_special_tokens=words[3:4],
+        chat_template="{% for m in messages %}<turn> {{ m.content }} <turn> {% endfor %}",
     )
 
 
@@ -429,22 +508,81 @@ def real_setting(dtype: torch.dtype) -> Setting:
     )
 
 
-def run(s: Setting, numbers: slice) -> list[dict[str, Any]]:
-    """Return, for each fault, what the audit says."""
-    rows = []
-    for name, cause, engine, arguments in list(engines(s))[numbers]:
+Fault = tuple[str, Cause | None, Callable[[], list[GenerationOutput]], dict[str, Any]]
+
+
+def loop_faults(s: Setting) -> Iterator[Fault]:
+    """Yield the faults of the plain loop."""
+    for name, cause, engine, arguments in engines(s):
+        yield name, cause, partial(engine.sample, s.prompts, NUM_NEW), arguments
+
+
+def manager_faults(s: Setting) -> Iterator[Fault]:
+    """Yield faults of transformers' manager, its stale prefixes among them."""
+    versions = {"versions": {"old": s.old.state_dict()}}
+
+    def sample(model: Model, **sampling: Any) -> list[GenerationOutput]:
+        with transformers_manager(model, s.prompts, NUM_NEW, **sampling) as sampled:
+            return sampled()
+
+    def after_update() -> list[GenerationOutput]:
+        model = copy.deepcopy(s.old)
+        with transformers_manager(model, s.prompts, NUM_NEW) as sampled:
+            sampled()
+            model.load_state_dict(s.model.state_dict())
+            return sampled(seed=1)
+
+    yield "none", Cause.ROUNDING, partial(sample, s.model), versions
+    cooler = partial(sample, s.model, temperature=0.7)
+    yield "none, temperature 0.7", Cause.ROUNDING, cooler, versions
+    yield "older version", Cause.OLDER_VERSION, partial(sample, s.old), versions
+    yield "prefixes kept after an update", Cause.STALE_PROMPT_KEYS, after_update, versions
+    yield "adapter not loaded", Cause.NO_ADAPTER, partial(sample, s.base), versions
+    truncated = partial(sample, s.model, top_p=0.9)
+    yield "top_p in the numbers", Cause.TOP_P, truncated, versions
+
+
+def vllm_faults(s: Setting) -> Iterator[Fault]:
+    """Yield faults of vLLM, which runs merged weights and starts for each of them."""
+    versions = {"versions": {"old": s.old.state_dict()}}
+    merged, older = (copy.deepcopy(model).merge_and_unload() for model in (s.model, s.old))
+    known = {**versions, "sampling_params": SamplingParams(top_p=0.9)}
+    with vllm(merged, s.prompts, NUM_NEW, logprobs_mode="processed_logprobs") as sample:
+        yield "none", Cause.ROUNDING, partial(sample, seed=0), versions
+        yield "none, temperature 0.7", Cause.ROUNDING, partial(sample, 0.7, seed=0), versions
+        yield "top_p in the numbers", Cause.TOP_P, partial(sample, top_p=0.9, seed=0), versions
+    with vllm(merged, s.prompts, NUM_NEW, logprobs_mode="raw_logprobs") as sample:
+        yield "none, top_p known", Cause.ROUNDING, partial(sample, top_p=0.9, seed=0), known
+        cooler = partial(sample, 0.7, seed=0)
+        yield "temperature not in the numbers", Cause.TEMPERATURE, cooler, versions
+    with vllm(older, s.prompts, NUM_NEW) as sample:
+        yield "older version", Cause.OLDER_VERSION, partial(sample, seed=0), versions
+    with vllm(s.base, s.prompts, NUM_NEW) as sample:
+        yield "adapter not loaded", Cause.NO_ADAPTER, partial(sample, seed=0), versions
+
+
+FAULTS_OF = {"loop": loop_faults, "manager": manager_faults, "vllm": vllm_faults}
+
+
+def run(s: Setting, engine: str, numbers: slice) -> list[dict[str, Any]]:
+    """Return, for each fault of an engine, what the audit says."""
+    rows, bounds = [], range(1000)[numbers]
+    for number, (name, cause, sample, arguments) in enumerate(FAULTS_OF[engine](s)):
+        if number not in bounds:
+            continue
         started = time.perf_counter()
-        outputs = engine.sample(s.prompts, NUM_NEW)
+        outputs = sample()
         sampled = time.perf_counter()
         report = audit(outputs, s.model, **arguments)
         first = report.evidence[0]
         rows.append(
             {
+                "engine": engine,
                 "model": s.name,
                 "dtype": str(next(s.model.parameters()).dtype).removeprefix("torch."),
                 "fault": name,
-                "expected": cause.value,
-                "found": report.cause.value if report.cause else "unexplained",
+                "expected": said(cause),
+                "found": said(report.cause),
                 "first": first.cause.value,
                 "detail": first.detail,
                 "nats_per_token": round(first.nats_per_token, 3),
@@ -452,23 +590,50 @@ def run(s: Setting, numbers: slice) -> list[dict[str, Any]]:
                 "seconds": [round(sampled - started, 2), round(time.perf_counter() - sampled, 2)],
             }
         )
-        if first.cause is not cause or not first.explains:
+        if report.cause is not cause:
             print(report, flush=True)
-        print({k: rows[-1][k] for k in list(rows[-1])[:8]} | {"s": rows[-1]["seconds"]}, flush=True)
+        print({k: rows[-1][k] for k in list(rows[-1])[:9]} | {"s": rows[-1]["seconds"]}, flush=True)
     return rows
 
 
-def clean_alarms(s: Setting, num_rollouts: int) -> dict[str, Any]:
+def said(cause: Cause | None) -> str:
+    """Return the name of a cause, or that none explains the numbers."""
+    return cause.value if cause else "unexplained"
+
+
+def clean_rollouts(
+    s: Setting, engine: str, num_rollouts: int, first_seed: int
+) -> Iterator[list[GenerationOutput]]:
+    """Yield rollouts of an engine without a fault, of a few short prompts."""
+    prompts, num_new = s.prompts[:NUM_CLEAN_PROMPTS], NUM_CLEAN_NEW
+    seeds = range(first_seed, first_seed + num_rollouts)
+    if engine == "loop":
+        yield from (Engine(s.model).sample(prompts, num_new, seed) for seed in seeds)
+    elif engine == "manager":
+        with transformers_manager(s.model, prompts, num_new) as sample:
+            rollouts = [sample(seed) for seed in seeds]
+        yield from rollouts
+    else:
+        params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+        with RolloutGenerator(s.model, RolloutConfig(seed=first_seed)) as generator:
+            for _ in seeds:
+                outputs = generator.generate_batch(prompts, sampling_params=params)
+                yield list(outputs.values())
+
+
+def clean_alarms(s: Setting, engine: str, num_rollouts: int, first_seed: int) -> dict[str, Any]:
     """Return the number of alarms in rollouts without a fault."""
-    alarms = 0
-    for seed in range(num_rollouts):
-        outputs = Engine(s.model).sample(s.prompts, seed=seed)
+    alarms, num = 0, 0
+    for outputs in clean_rollouts(s, engine, num_rollouts, first_seed):
         report = audit(outputs, s.model, versions={"old": s.old.state_dict()})
+        num += 1
         if not report:
             alarms += 1
             print(report, flush=True)
     dtype = str(next(s.model.parameters()).dtype).removeprefix("torch.")
-    return {"model": s.name, "dtype": dtype, "rollouts": num_rollouts, "alarms": alarms}
+    counted = {"engine": engine, "model": s.name, "dtype": dtype, "first_seed": first_seed}
+    print(counted | {"rollouts": num, "alarms": alarms}, flush=True)
+    return counted | {"rollouts": num, "alarms": alarms}
 
 
 def main() -> None:
@@ -477,35 +642,41 @@ def main() -> None:
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--engine", choices=[*FAULTS_OF, "ours"], default="loop")
     parser.add_argument("--faults", nargs=2, type=int, default=(0, None), help="first and end")
     parser.add_argument("--clean", type=int, default=0, help="rollouts without a fault, each")
+    parser.add_argument("--first-seed", type=int, default=0, help="of those rollouts")
     parser.add_argument("--output", type=Path, default=BENCHMARKS / "audit_cpu.json")
     args = parser.parse_args()
-    rows, clean = [], []
     for dtype in (getattr(torch, name) for name in args.dtypes):
         made = [tiny_setting(family, dtype) for family in args.families]
         for own in [*made, real_setting(dtype)] if args.real else made:
             if args.clean:
-                clean.append(clean_alarms(own, args.clean))
+                counted = clean_alarms(own, args.engine, args.clean, args.first_seed)
+                write_record(args.output, clean=[counted])
             else:
-                rows += run(own, slice(*args.faults))
-    # Rows of earlier parts stay.
-    record = json.loads(args.output.read_text()) if args.output.exists() else {}
-    known = {
-        (row["model"], row["dtype"], row["fault"]): row for row in [*record.get("rows", ()), *rows]
-    }
-    rows = list(known.values())
-    counted = {(own["model"], own["dtype"]): own for own in [*record.get("clean", ()), *clean]}
+                write_record(args.output, rows=run(own, args.engine, slice(*args.faults)))
+
+
+def write_record(
+    path: Path, rows: Sequence[dict[str, Any]] = (), clean: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Write rows into the record, in place of those of the same names."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    keys = ("engine", "model", "dtype", "fault")
+    known = {tuple(row[k] for k in keys): row for row in [*record.get("rows", ()), *rows]}
+    keys = ("engine", "model", "dtype", "first_seed")
+    counted = {tuple(row[k] for k in keys): row for row in [*record.get("clean", ()), *clean]}
     record = {
         "bench": "audit",
         **describe_machine("cpu"),
         "num_new": NUM_NEW,
         "clean": list(counted.values()),
-        "rows": rows,
+        "rows": list(known.values()),
     }
-    args.output.write_text(json.dumps(record, indent=1) + "\n")
-    right = sum(row["found"] == row["expected"] for row in rows)
-    print(f"{right} of {len(rows)} right; {args.output}")
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    right = sum(row["found"] == row["expected"] for row in known.values())
+    print(f"{right} of {len(known)} right; {path}")
 
 
 if __name__ == "__main__":

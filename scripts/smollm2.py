@@ -17,7 +17,7 @@ from filelock import FileLock
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from cb_rollout.compat.cache import cache_folder
+from cb_rollout.compat.inductor import cache_folder
 
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

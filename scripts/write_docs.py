@@ -342,11 +342,9 @@ def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any
 def caption(record: dict[str, Any], has_shares: bool) -> str:
     """Return a table's caption: machine, turns, date and versions."""
     shares = f" {SHARES}" if has_shares else ""
-    versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
     turns = f"{record['repetitions']} turn{'s' * (record['repetitions'] != 1)} each"
     machine = f"{record['device']}, {record['threads']} threads"
-    return f"<sub>{machine}, {turns}, {record['date']}; {said}.{shares}</sub>"
+    return f"<sub>{machine}, {turns}, {dated_versions(record)}.{shares}</sub>"
 
 
 def gpu_model_tables(record: dict[str, Any]) -> str:
@@ -371,7 +369,7 @@ def optimizations_table(record: dict[str, Any]) -> str:
     head = ["", *(f"{m}: {what}" for m in models for what in ("launches", "ms", "saved"))]
     lines = [head, ["---"] * len(head)]
     for name in groups[first]:
-        line = [name]
+        line = [f"{name}, modelled"]
         for group in groups.values():
             saved = group[name]["percent_saved"]
             line += figures(group[name], "launches", "milliseconds")
@@ -397,12 +395,30 @@ def samplings_table(record: dict[str, Any]) -> str:
     head = ["", *(f"{model}: {column}" for model in models for column in shown)]
     lines = [head, ["---"] * len(head)]
     for name in groups[first]:
-        lines.append(
-            [name, *(x for group in groups.values() for x in figures(group[name], *columns))]
-        )
+        found = (x for group in groups.values() for x in figures(group[name], *columns))
+        lines.append([f"{name}, modelled", *found])
     step = first.partition(f"{models[0]}, ")[2].removesuffix(", modelled")
     title = f"**Sampling of a decode step of {step}: {record['note']}**"
     return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def compiled_table(record: dict[str, Any]) -> str:
+    """Return the table of compiled steps: launches, time and share of the roofline, by model."""
+    groups = record["results"]
+    models = [name.split()[4].rstrip(",") for name in groups]
+    shown = ("launches", "a layer", "ms", "roofline")
+    head = ["", *(f"{model}: {column}" for model in models for column in shown)]
+    lines = [head, ["---"] * len(head)]
+    for name in next(iter(groups.values())):
+        line = [f"{name}, modelled"]
+        for group in groups.values():
+            line += figures(group[name], "launches", "launches_per_layer", "milliseconds")
+            line.append(share(group[name]))
+        lines.append(line)
+    step = next(iter(groups)).partition(f"{models[0]}, ")[2].removesuffix(", modelled")
+    title = f"**A compiled decode step of {step}: {record['note']}**"
+    rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([title, "", *rows, "", f"<sub>{dated_versions(record)}.</sub>", ""])
 
 
 def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
@@ -419,7 +435,8 @@ def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
     lines = [head, ["---"] * len(head)]
     for rows, contenders in by_card[CARD_SHOWN].items():
         ours, top_p = contenders[OURS], contenders.get(f"{OURS}, top-p")
-        line = [rows, *figures(ours, "launches", "launches_per_layer", "milliseconds")]
+        line = [f"{rows}, modelled"]
+        line += figures(ours, "launches", "launches_per_layer", "milliseconds")
         line += [share(ours)] + [
             share(by_card[card].get(rows, {}).get(OURS)) for card in OTHER_CARDS
         ]
@@ -433,9 +450,13 @@ def gpu_model_table(kind: str, model: str, record: dict[str, Any]) -> str:
         lines.append(line)
     title = f"**{kind.capitalize()} of Qwen3 {model} on an {CARD_SHOWN}: {record['note']}**"
     rows = [f"| {' | '.join(line)} |" for line in lines]
+    return "\n".join([title, "", *rows, "", f"<sub>{dated_versions(record)}.</sub>", ""])
+
+
+def dated_versions(record: dict[str, Any]) -> str:
+    """Return the date of a record and the versions that it was made with."""
     versions = {k: v for k, v in record["versions"].items() if k in VERSIONS_SHOWN}
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
-    return "\n".join([title, "", *rows, "", f"<sub>{record['date']}; {said}.</sub>", ""])
+    return f"{record['date']}; " + ", ".join(f"{k} {v}" for k, v in versions.items())
 
 
 def contenders_by_rows(group: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -459,13 +480,12 @@ def share(row: dict[str, float] | None) -> str:
 
 def with_gpu_model(text: str) -> str:
     """Return a page with its tables of the model of a GPU renewed."""
-    path = BENCHMARKS / "gpu_model_cpu.json"
-    record = json.loads(path.read_text())
-    return replaced(
-        text,
-        "gpu model",
-        "\n".join((gpu_model_tables(record), samplings_table(record), optimizations_table(record))),
+    record, compiled = (
+        json.loads((BENCHMARKS / f"{name}_cpu.json").read_text())
+        for name in ("gpu_model", "gpu_compiled")
     )
+    tables = gpu_model_tables(record), samplings_table(record), optimizations_table(record)
+    return replaced(text, "gpu model", "\n".join((compiled_table(compiled), *tables)))
 
 
 def agreement_table(record: dict[str, Any]) -> str:
@@ -495,30 +515,57 @@ def with_agreement(text: str) -> str:
     return replaced(text, "agreement", table.rstrip())
 
 
+# Engines of `measure_audit.py`, as they are called.
+AUDITED_ENGINES = {
+    "loop": "a plain loop",
+    "ours": "this package",
+    "manager": "transformers' manager",
+    "vllm": "vLLM",
+}
+
+
 def audit_table(record: dict[str, Any]) -> str:
-    """Return the table of injected faults: the cause that came first, by model and dtype."""
-    cells = {(r["fault"], f"{r['model']}, {r['dtype']}"): r for r in record["rows"]}
-    names = list(dict.fromkeys(name for _, name in cells))
-    head = ["fault", *names]
-    lines = [head, ["---"] * len(head)]
-    for fault in dict.fromkeys(fault for fault, _ in cells):
-        line = [fault]
-        for name in names:
-            row = cells.get((fault, name))
-            is_right = row is not None and row["found"] == row["expected"]
-            line.append("-" if row is None else "right" if is_right else row["found"])
-        lines.append(line)
+    """Return tables of injected faults: the cause that came first, by model and dtype."""
+    engines = list(dict.fromkeys(row["engine"] for row in record["rows"]))
+    tables = []
+    for engine in engines:
+        rows = [row for row in record["rows"] if row["engine"] == engine]
+        cells = {(r["fault"], f"{r['model']}, {r['dtype']}"): r for r in rows}
+        names = list(dict.fromkeys(name for _, name in cells))
+        head = [AUDITED_ENGINES[engine], *names]
+        lines = [head, ["---"] * len(head)]
+        for fault in dict.fromkeys(fault for fault, _ in cells):
+            found = [cells.get((fault, name)) for name in names]
+            lines.append([fault, *(audited_cell(row) for row in found)])
+        tables += [*(f"| {' | '.join(line)} |" for line in lines), ""]
     rows = record["rows"]
     right = sum(row["found"] == row["expected"] for row in rows)
-    clean = sum(own["rollouts"] for own in record["clean"])
-    alarms = sum(own["alarms"] for own in record["clean"])
-    counted = f"; {alarms} alarms in {clean:,} rollouts without a fault" if clean else ""
     said = ", ".join(f"{n} {v}" for n, v in record["versions"].items() if n in VERSIONS_SHOWN)
     note = (
-        f"<sub>{right} of {len(rows)} right{counted}. {record['device']}, {record['date']}; {said} "
-        "([record](benchmarks/audit_cpu.json)).</sub>"
+        f"<sub>{right} of {len(rows)} right{clean_counts(record['clean'])}. {record['device']}, "
+        f"{record['date']}; {said} ([record](benchmarks/audit_cpu.json)).</sub>"
     )
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
+    return "\n".join([*tables, note, ""])
+
+
+def audited_cell(row: dict[str, Any] | None) -> str:
+    """Return a cell: whether the cause of a fault was named."""
+    if row is None:
+        return "-"
+    return "right" if row["found"] == row["expected"] else row["found"]
+
+
+def clean_counts(counts: list[dict[str, Any]]) -> str:
+    """Return the alarms in rollouts without a fault, in words."""
+    if not counts:
+        return ""
+    alarms, clean = (sum(own[name] for own in counts) for name in ("alarms", "rollouts"))
+    each = ", ".join(
+        f"{sum(own['rollouts'] for own in counts if own['engine'] == engine):,} of {name}"
+        for engine, name in AUDITED_ENGINES.items()
+        if any(own["engine"] == engine for own in counts)
+    )
+    return f"; {alarms} alarms in {clean:,} rollouts without a fault ({each})"
 
 
 def with_audit(text: str) -> str:

@@ -49,6 +49,7 @@ PUBLIC = [
     "WeightSyncError",
     "attach",
     "audit",
+    "audit_callback",
     "bitwise",
     "detach",
     "generate_batch",

@@ -5,8 +5,9 @@ knows the compiler, the CPU's flags and torch's OpenMP. `torch.export` needs eve
 every mutation declared; `make_fx`, below it, records what runs. `torch.compile` would trace the
 graph again and check guards at each call; `standalone_compile` does neither.
 
-What is compiled lies in the user's `cache_folder`. Torch's own folder is named after the user among
-the temporary files, where any user of the machine may make it first.
+What is compiled lies in the user's `cache_folder`, and is loaded as code: a folder or a file that
+another user made or may write to is refused. Torch's own folder is named after the user among the
+temporary files, where any user of the machine may make it first.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import hashlib
 import logging
 import os
 import platform
+import stat
 import tempfile
 import threading
 import warnings
@@ -30,12 +32,49 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
 
-from cb_rollout.compat.cache import cache_folder, require_own
 from cb_rollout.compat.patching import replacing
 from cb_rollout.errors import ConfigurationError
 
 # Multiply and add in one instruction, which inductor forbids its own kernels.
 CONTRACT_FLAG = "-ffp-contract=fast"
+
+WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder(name: str = "") -> Path:
+    """Return `$XDG_CACHE_HOME/cb_rollout`, else `~/.cache/cb_rollout`, or a folder in it.
+
+    It is made if it is missing. Only this user may enter it.
+
+    Raises:
+        ConfigurationError: another user made it or may write to it, or it cannot be written.
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (caches / "cb_rollout", caches / "cb_rollout" / name):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            require_own(folder)
+            folder.chmod(0o700)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError("it cannot be written")
+        except OSError as error:
+            raise ConfigurationError(
+                f"{folder} cannot be used as a cache ({error}); set XDG_CACHE_HOME to a folder of "
+                "your own."
+            ) from error
+    # Links are followed here: another user could turn one later.
+    return folder.resolve()
+
+
+def require_own(path: Path) -> None:
+    """Raise `ConfigurationError` if another user made a file or folder or may write to it."""
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
+        raise ConfigurationError(
+            f"{path} is of user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, so "
+            "another user may have written what would be loaded; remove it, or set XDG_CACHE_HOME "
+            "to a folder of your own."
+        )
 
 
 def compiler_obstacle() -> str | None:

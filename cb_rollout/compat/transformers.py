@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
@@ -465,8 +464,3 @@ def giving_hidden_states(
     output = kind(last_hidden_state=hidden)
     with replacing_forward(backbone_of(model), lambda *_, **__: output):
         yield
-
-
-def sdpa_attention() -> Attention:
-    """Return the function that transformers 5.23 calls for `sdpa` attention."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"]

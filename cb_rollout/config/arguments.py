@@ -41,41 +41,27 @@ def _value(name: str, parsed: Any) -> Any:
     return parsed
 
 
-class _Arguments:
-    """Methods of the generated dataclass."""
+def _rollout_config(arguments: Any) -> RolloutConfig:
+    """Return the settings as `attach` takes them; `ConfigurationError`: one is refused."""
+    return RolloutConfig(**{f.name: _value(f.name, getattr(arguments, f.name)) for f in _FIELDS})
 
-    use_cb_rollout: bool
 
-    def rollout_config(self) -> RolloutConfig:
-        """Return the settings as `attach` takes them; `ConfigurationError`: one is refused."""
-        return RolloutConfig(**{f.name: _value(f.name, getattr(self, f.name)) for f in _FIELDS})
+def _argument(name: str, parsed_type: Any, default: Any, help_text: str) -> tuple[str, Any, Any]:
+    # argparse takes a percent sign for a format.
+    metadata = {"help": help_text.replace("%", "%%")}
+    return name, parsed_type, dataclasses.field(default=default, metadata=metadata)
 
 
 RolloutArguments: Any = dataclasses.make_dataclass(
     "RolloutArguments",
     [
-        (
-            "use_cb_rollout",
-            bool,
-            dataclasses.field(default=False, metadata={"help": "Roll out through cb_rollout."}),
-        ),
-        *(
-            (
-                f.name,
-                _parsed_type(f),
-                dataclasses.field(
-                    default=f.default,
-                    # argparse takes a percent sign for a format.
-                    metadata={"help": f.metadata["help"].replace("%", "%%")},
-                ),
-            )
-            for f in _FIELDS
-        ),
+        _argument("use_cb_rollout", bool, False, "Roll out through cb_rollout."),
+        *(_argument(f.name, _parsed_type(f), f.default, f.metadata["help"]) for f in _FIELDS),
     ],
-    bases=(_Arguments,),
     namespace={
         "__doc__": "Every setting of `RolloutConfig` that a yaml file may hold.",
         "__module__": __name__,
+        "rollout_config": _rollout_config,
     },
 )
 """For `TrlParser((ScriptArguments, GRPOConfig, ModelConfig, RolloutArguments))`: every field of

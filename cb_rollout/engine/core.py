@@ -34,9 +34,8 @@ from cb_rollout.engine.memory.plan import MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.recompute import recomputed_logprobs
 from cb_rollout.engine.model.routers import Routers
-from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.model.runner import BatchLayout, ModelRunner, recomputed_logprobs
 from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
@@ -408,7 +407,9 @@ class Engine:
             self._capture_graphs(is_paused=False)
         if not self._storage.is_allocated:
             try:
-                self._allocate()
+                needed = self._scheduler.num_usable_blocks()
+                num_blocks = self._storage.allocate(sum(needed), at_least=min(needed))
+                self._scheduler.pool.grow(num_blocks)
             except OutOfCacheMemoryError as error:
                 return self._executor.fail(list(self._scheduler.waiting), error)
         if (touched := self._executor.run()) is not None:
@@ -511,10 +512,6 @@ class Engine:
             last.callback(self.release_cache)
             last.callback(self._scheduler.clear)
             self.release_model()
-
-    def _allocate(self) -> None:
-        needed = self._scheduler.num_usable_blocks()
-        self._scheduler.pool.grow(self._storage.allocate(sum(needed), at_least=min(needed)))
 
     def _grow(self, count: int) -> int:
         """Make room for more blocks, as far as plan and work allow; return the total."""

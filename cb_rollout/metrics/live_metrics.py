@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from cb_rollout.engine.request import Request
-    from cb_rollout.engine.service.manager import ContinuousBatchingManager
+    from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -124,19 +124,18 @@ class Durations:
                 self.record(registry.DECODE, now - first)
 
 
-def exposition(manager: ContinuousBatchingManager) -> str:
+def exposition(counters: EngineCounters, status: EngineStatus, durations: Durations) -> str:
     """Return every metric in Prometheus' text format; no label comes from a caller."""
-    return "".join(f"{line}\n" for line in _lines(manager))
+    return "".join(f"{line}\n" for line in _lines(counters, status, durations))
 
 
-def _lines(manager: ContinuousBatchingManager) -> Iterator[str]:
-    counters, status = manager.counters, manager.status()
+def _lines(counters: EngineCounters, status: EngineStatus, durations: Durations) -> Iterator[str]:
     for metric in LIVE_METRICS:
         suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
         name = f"{PREFIX}{metric.name}{suffix}"
         yield from _heading(name, metric.help, metric.kind)
         yield f"{name} {metric.read(counters, status)}"
-    for distribution, histogram in manager.durations.histograms.items():
+    for distribution, histogram in durations.histograms.items():
         name = f"{PREFIX}{distribution.name}"
         yield from _heading(name, distribution.help, "histogram")
         counts, total = histogram.read()

@@ -37,6 +37,8 @@ RUN_DIR_NAME = "cb_rollout"
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
+# The text of the last audit.
+AUDIT_FILE = "audit.txt"
 
 # Thumbnails of prompts' pictures, by a hash of their bytes.
 IMAGES_DIR = "images"

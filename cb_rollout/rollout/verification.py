@@ -70,27 +70,16 @@ def drift(
     sizes_N = log_ratios_N.abs().nan_to_num(nan=inf, posinf=inf)
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
-    starts_at = worst - position
-    notable = (sizes_N[starts_at : worst + 1] > LARGEST_MULTIPLE * noise).nonzero()
-    report = DriftReport(
-        max=float(sizes_N[worst]),
-        mean=float(sizes_N.mean()),
-        num_tokens=len(pairs),
-        request_id=request_id,
-        position=position,
-        first_position=int(notable[0]) if len(notable) else None,
-    )
+    notable = (sizes_N[worst - position : worst + 1] > LARGEST_MULTIPLE * noise).nonzero()
+    first = int(notable[0]) if len(notable) else None
+    # Ratios that are not finite allow no estimate.
+    estimates = (inf, inf, inf, 0.0)
     ratios_N, square = log_ratios_N.exp(), float(log_ratios_N.mul(2).exp().mean())
-    if not (isfinite(square) and log_ratios_N.isfinite().all()):
-        # Ratios that are not finite allow no estimate.
-        return replace(report, k1=inf, k3=inf, chi_squared=inf, effective_sample_size=0.0)
-    return replace(
-        report,
-        k1=float(-log_ratios_N.mean()),
-        k3=float((ratios_N - 1 - log_ratios_N).mean()),
-        chi_squared=square - 1,
-        effective_sample_size=float(ratios_N.mean()) ** 2 / square if square else 0.0,
-    )
+    if isfinite(square) and log_ratios_N.isfinite().all():
+        k1, k3 = float(-log_ratios_N.mean()), float((ratios_N - 1 - log_ratios_N).mean())
+        estimates = (k1, k3, square - 1, float(ratios_N.mean()) ** 2 / square if square else 0.0)
+    largest, mean = float(sizes_N[worst]), float(sizes_N.mean())
+    return DriftReport(largest, mean, len(pairs), request_id, position, first, *estimates)
 
 
 def rollout_drift(

@@ -244,7 +244,9 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Return every metric in Prometheus' text format."""
-        return Response(exposition(served.manager), headers={"content-type": CONTENT_TYPE})
+        manager = served.manager
+        text = exposition(manager.counters, manager.status(), manager.durations)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
 def _server_info(served: ServedModel, config_format: str) -> dict[str, Any]:

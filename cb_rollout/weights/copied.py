@@ -6,6 +6,7 @@ Gathers sharded weights one bucket at a time. Called from the training thread, t
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -28,10 +29,10 @@ from cb_rollout.weights.replica import (
     require_match,
     tensors_by_name,
 )
-from cb_rollout.weights.source import PlainSource, create_source, register_head
+from cb_rollout.weights.source import PlainSource, Request, create_source, register_head
 from cb_rollout.weights.tensor import Weight, computed_by, weights_of
 
-# Sharded weights gathered at once: enough for one large tensor, little beside a model.
+# Sharded weights gathered at once, twice that under FSDP2: little beside a model.
 BUCKET_BYTES = 256 * 2**20
 
 _LOGGER = logging.getLogger(__name__)
@@ -220,22 +221,32 @@ def _values(
     A value is in the dtype of the tensor that is `held` under its name, or in a larger one. It is
     whole, or this process's part where the held tensor is split.
     """
-    for bucket in _buckets(weights, source):
-        needed: list[torch.Tensor] = []
-        splits: list[Split | None] = []
-        for weight in bucket:
-            target = held[weight.names[0]]
-            # An adapter's sum is rounded once, so its terms come as they are, and small ones whole.
-            needed += weight.tensors
-            if not weight.low_ranks:
-                needed[-1] = source.narrowed(weight.base, target.dtype)
-            splits += [split_of(target), *[None] * (len(weight.tensors) - 1)]
-        with source.read(needed, splits) as read:
-            start = 0
+    asked: deque[tuple[list[Weight], list[Split | None]]] = deque()
+
+    def requests() -> Iterator[Request]:
+        for bucket in _buckets(weights, source):
+            needed: list[torch.Tensor] = []
+            splits: list[Split | None] = []
             for weight in bucket:
-                end = start + len(weight.tensors)
-                yield weight, weight.value(read[start:end], splits[start])
-                start = end
+                target = held[weight.names[0]]
+                # An adapter's sum is rounded once: its terms come as they are, and small ones
+                # whole.
+                needed += weight.tensors
+                if not weight.low_ranks:
+                    needed[-1] = source.narrowed(weight.base, target.dtype)
+                splits += [split_of(target), *[None] * (len(weight.tensors) - 1)]
+            asked.append((bucket, splits))
+            yield needed, splits
+
+    for read in source.read_each(requests()):
+        bucket, splits = asked.popleft()
+        start = 0
+        for weight in bucket:
+            end = start + len(weight.tensors)
+            yield weight, weight.value(read[start:end], splits[start])
+            start = end
+        # Freed before more is gathered.
+        del read
 
 
 def _buckets(weights: Sequence[Weight], source: PlainSource) -> Iterator[list[Weight]]:

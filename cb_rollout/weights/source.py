@@ -4,18 +4,21 @@ To add one, write a subclass and list it in `SOURCES`. The only file that import
 is optional: it is imported when a parameter carries its marks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.compat.tensor_parallel import Split, Splits, parts, unsharded_part
+
+Request = tuple[Sequence[torch.Tensor], Splits]
+"""The arguments of `PlainSource.read`."""
 
 
 class PlainSource:
@@ -63,6 +66,12 @@ class PlainSource:
                 read all of it; None: all of every tensor.
         """
         yield parts(tensors, splits)
+
+    def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
+        """Read one request after another; what is yielded is valid until the next one."""
+        for request in requests:
+            with self.read(*request) as tensors:
+                yield tensors
 
 
 class Fsdp1Source(PlainSource):
@@ -171,11 +180,24 @@ class Fsdp2Source(PlainSource):
         self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
     ) -> Iterator[list[torch.Tensor]]:
         """Yield all-gathered copies; where there is a split, this process's part of each."""
-        wanted = [None] * len(tensors) if splits is None else splits
-        yield [_gathered(tensor, split) for tensor, split in zip(tensors, wanted, strict=True)]
+        yield _all_gathered(tensors, splits or [None] * len(tensors))
+
+    def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
+        """Begin to gather the next request before one is used, and hold both."""
+        gathers = (_all_gathered(*request, is_async=True) for request in requests)
+        following = next(gathers, None)
+        while (tensors := following) is not None:
+            following = next(gathers, None)
+            yield tensors
 
 
-def _gathered(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
+def _all_gathered(
+    tensors: Sequence[torch.Tensor], splits: Splits, *, is_async: bool = False
+) -> list[torch.Tensor]:
+    return [_gathered(*pair, is_async=is_async) for pair in zip(tensors, splits, strict=True)]
+
+
+def _gathered(tensor: torch.Tensor, split: Split | None, *, is_async: bool) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor if split is None else split.part(tensor)
     # Gather CPU-offloaded shards on the device that the mesh communicates on.
@@ -185,7 +207,9 @@ def _gathered(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
         assert isinstance(moved, DTensor)
         tensor = moved
     if split is None:
-        return tensor.full_tensor()
+        whole = [Replicate()] * tensor.device_mesh.ndim
+        # The first operator on an asynchronous result waits for it.
+        return tensor.redistribute(placements=whole, async_op=is_async).to_local()
     part = unsharded_part(tensor)
     return split.part(tensor.full_tensor()) if part is None else part
 

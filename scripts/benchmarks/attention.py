@@ -5,9 +5,11 @@ B: rows, H: query heads, D: size of a key.
 
 import statistics
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
 from cb_rollout.engine.attention.shared_prefix import (
@@ -16,6 +18,7 @@ from cb_rollout.engine.attention.shared_prefix import (
     max_stretches,
 )
 from cb_rollout.engine.cuda_graphs import graphs
+from cb_rollout.engine.cuda_graphs.capture import Replay
 from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
 from cb_rollout.tools.bench.run import timed
 
@@ -29,6 +32,9 @@ STEPS = ((1, 8000), (8, 2000), (8, 8000), (256, 512))
 LAYERS = 8
 
 DTYPE, BLOCK_SIZE, REPLAYS = torch.bfloat16, 32, 20
+
+# The fewest tokens of a page that PyTorch's FlashAttention 2 takes.
+VARLEN_BLOCK_SIZE = 256
 
 
 def bench_stages(
@@ -56,6 +62,20 @@ def bench_stages(
                 "ms": 1000 * seconds,
                 "share_of_bandwidth": LAYERS * rows * tokens * per_token / seconds / peak,
             }
+        what = f"{name} attention, {rows} x {tokens} tokens, PyTorch's varlen_attn"
+        if (obstacle := _varlen_obstacle()) is not None:
+            yield {"what": what, "note": obstacle}
+            continue
+        seconds = _VarlenStep(shape, rows, tokens, torch.device(device)).seconds()
+        share = LAYERS * rows * tokens * per_token / seconds / peak
+        yield {"what": what, "ms": 1000 * seconds, "share_of_bandwidth": share}
+
+
+def _varlen_obstacle() -> str | None:
+    """Return why PyTorch's kernel reads no pages; None: it reads them, from torch 2.12 on."""
+    if "block_table" in signature(varlen_attn).parameters:
+        return None
+    return f"torch {torch.__version__} has no block table"
 
 
 class _Step:
@@ -92,10 +112,7 @@ class _Step:
 
     def seconds(self) -> float:
         """Return the seconds of all layers, under a CUDA graph."""
-        replay = graphs.CudaCapture(self._device)(self._attend)
-        replay()
-        many = [timed(lambda: [replay() for _ in range(REPLAYS)]) for _ in range(3)]
-        return statistics.median(many) / REPLAYS
+        return _seconds(self._attend, self._device)
 
     def _attend(self) -> torch.Tensor:
         from cb_rollout.engine.attention.triton.launch import attend, cut
@@ -106,3 +123,56 @@ class _Step:
             for layer in self._layers
         ]
         return outputs[-1]
+
+
+class _VarlenStep:
+    """The same attention by PyTorch's own kernel, in one split: several give wrong results."""
+
+    def __init__(self, shape: dict[str, Any], rows: int, tokens: int, device: torch.device) -> None:
+        self._device, self._tokens = device, tokens
+        heads, key_heads, size = (
+            shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        width = -(-tokens // VARLEN_BLOCK_SIZE)
+        order = torch.randperm(rows * width, dtype=torch.int32, device=device)
+        self._table = order.view(rows, width)
+        self._pages = [
+            torch.randn(
+                rows * width, VARLEN_BLOCK_SIZE, key_heads, size, dtype=DTYPE, device=device
+            )
+            for _ in range(2 * LAYERS)
+        ]
+        self._queries_BHD = torch.randn(rows, heads, size, dtype=DTYPE, device=device)
+        self._ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._lengths_B = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+
+    def seconds(self) -> float:
+        """Return the seconds of all layers, under a CUDA graph."""
+        return _seconds(self._attend, self._device)
+
+    def _attend(self) -> torch.Tensor:
+        outputs: list[Any] = [
+            varlen_attn(
+                self._queries_BHD,
+                keys,
+                values,
+                self._ends,
+                self._ends * self._tokens,
+                1,
+                self._tokens,
+                window_size=(-1, 0),
+                enable_gqa=True,
+                seqused_k=self._lengths_B,
+                block_table=self._table,
+                num_splits=1,
+            )
+            for keys, values in zip(self._pages[::2], self._pages[1::2], strict=True)
+        ]
+        return outputs[-1]
+
+
+def _seconds(attend: Replay, device: torch.device) -> float:
+    replay = graphs.CudaCapture(device)(attend)
+    replay()
+    many = [timed(lambda: [replay() for _ in range(REPLAYS)]) for _ in range(3)]
+    return statistics.median(many) / REPLAYS

@@ -21,7 +21,6 @@ import cb_rollout
 from benchmarks.sizes import Setup
 from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
-from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.paged import PagedLayer
@@ -61,7 +60,6 @@ FINE = (
     WrappedFunction(STEP, Engine, "step"),
     WrappedFunction(PREFILL, StepExecutor, "prefill"),
     WrappedFunction(DECODE, StepExecutor, "decode"),
-    WrappedFunction(ATTENTION, BatchedAttention, "__call__"),
     WrappedFunction(ATTENTION, CpuPagedAttention, "attend"),
     WrappedFunction(ATTENTION, PagedLayer, "update"),
     WrappedFunction(LINEAR, torch.nn.functional, "linear"),

@@ -55,6 +55,8 @@ class Sizes(workload.Sizes):
     """Rows of its decode steps."""
     modelled_tokens: tuple[int, ...] = (300, 2000, 8000)
     """Tokens of each row."""
+    compiled_tokens: int = 500
+    """Tokens of each row of the step of `gpu_compiled`."""
     modelled_prefills: tuple[tuple[int, int], ...] = ((1, 300), (16, 512), (1, 8000))
     """Prompts of its prefills, and tokens of each."""
 
@@ -89,5 +91,5 @@ TINY = extended(
     strategy_steps=1, scales=(1, 2), scaling_tokens=3, num_waiting=(0, 8), bookkeeping_rows=3,
     num_syncs=1, copied_bytes=1 << 16, truncated_rows=2, truncated_vocab=8192, num_truncations=1,
     modelled_shapes={"tiny": workload.TINY.shape}, modelled_rows=(2,), modelled_tokens=(5,),
-    modelled_prefills=((2, 3),), simulated_gpus=(8,),
+    modelled_prefills=((2, 3),), compiled_tokens=5, simulated_gpus=(8,),
 )  # fmt: skip

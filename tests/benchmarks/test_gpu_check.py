@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -56,11 +57,11 @@ def check(tmp_path):
     python.write_text(STUB.format(python=sys.executable))
     python.chmod(0o755)
 
-    def run(first=tmp_path / "results", script_python=python, **variables):
+    def run(first=tmp_path / "results", *rest, script_python=python, **variables):
         calls.write_text("")
         told = {"PYTHON": str(script_python), "CALLS": str(calls), "CB_ROLLOUT_VLLM_PYTHON": ""}
         done = subprocess.run(
-            ["bash", SCRIPT, first],
+            ["bash", SCRIPT, first, *rest],
             env=os.environ | told | variables,
             capture_output=True,
             text=True,
@@ -150,6 +151,19 @@ def test_the_script_ends_in_time_and_names_what_it_did_not_reach(check):
     assert outcomes(printed).keys() == PARTS.keys()
     assert set(outcomes(printed).values()) == {124, None}
     assert printed.count(": not reached") == 7 - len(ran) > 0
+
+
+def test_the_archive_holds_the_results_of_all_parts_and_no_wheels(check, tmp_path):
+    results = tmp_path / "results"
+    archive = results / "out.tar.gz"
+    (results / "site").mkdir(parents=True)
+    (results / "site" / "carried.py").write_text("")
+    check(results, archive)
+    with tarfile.open(archive) as held:
+        names = {name.removeprefix("./") for name in held.getnames()} - {"."}
+        parts = json.load(held.extractfile("./parts.json"))
+    assert names == {"parts.json", *(f"{name}.txt" for name in PARTS)}
+    assert parts.keys() == PARTS.keys()
 
 
 def wheels_of(tmp_path, *packages):

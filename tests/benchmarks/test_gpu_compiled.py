@@ -10,7 +10,7 @@ from torch.utils._triton import has_triton
 
 pytest.importorskip("triton")
 
-from benchmarks.roofline.compiled import PROPERTIES, Plan, _plan
+from benchmarks.roofline.compiled import PROPERTIES, Form, Plan, _plan
 from benchmarks.roofline.inductor_kernels import (
     GeneratedKernel,
     OperatorCall,
@@ -36,19 +36,19 @@ def flops(one):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("is_joined", "launches"), [(False, 14), (True, 11)])
-def test_a_compiled_layer_launches_products_attention_and_a_kernel_between_each(
-    is_joined, launches
-):
+@pytest.mark.parametrize(
+    ("form", "launches"), [(Form(False), 14), (Form(True), 11), (Form(True, is_autocast=True), 11)]
+)
+def test_a_compiled_layer_launches_products_attention_and_a_kernel_between_each(form, launches):
     """3 or 1 products of the states, 2 rotations, write and attention, a product, a norm, 2 or 1
     products, the activation, a product, a norm."""
-    plan = _plan(tuple(SHAPE.items()), is_joined=is_joined)
+    plan = _plan(tuple(SHAPE.items()), form)
     layers = step(6, plan).plus(step(4, plan), -1)
     assert layers.num_launches == 2 * launches
     names = Counter()
     for kernel, count in layers.kernels.items():
         names[kernel.name] += count
-    assert names["mm"] == (2 * 4 if is_joined else 2 * 7)
+    assert names["mm"] == (2 * 4 if form.is_copy else 2 * 7)
     assert names["attend_kernel"] == names["write_kernel"] == 2
     own = step(6)
     whole = step(6, plan)

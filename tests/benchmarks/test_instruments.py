@@ -3,10 +3,12 @@ import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 import torch
 from fast_path import pretend_cuda
+from torch.nn.attention.varlen import varlen_attn
 
 import gpu_bench
 from benchmarks import attention, grpo, sizes, step
@@ -201,17 +203,51 @@ def test_attention_is_timed_alone_by_its_stages(monkeypatch):
             return run
 
     monkeypatch.setattr(launch, "attend_kernel", Watched())
+    monkeypatch.setattr(attention, "varlen_attn", paged_attention)
     steps = ((1, 1200), (2, 30))
     rows = list(attention.bench_stages("0.6B", TINY.shape, "cpu", 1e9, steps))
+    contenders = [f"{stages} stages" for stages in attention.STAGES] + ["PyTorch's varlen_attn"]
     assert [row["what"] for row in rows] == [
-        f"0.6B attention, {num_rows} x {tokens} tokens, {stages} stages"
+        f"0.6B attention, {num_rows} x {tokens} tokens, {contender}"
         for num_rows, tokens in steps
-        for stages in attention.STAGES
+        for contender in contenders
     ]
     # No other stages are left behind, and each is compiled.
     assert list(dict.fromkeys(compiled)) == list(attention.STAGES)
     assert launch.num_stages(1, is_split=True) == 3
     assert all(row["ms"] > 0 for row in rows)
+
+
+def paged_attention(query, pages, values, *ends, block_table, seqused_k, **named):
+    """Softmax attention of each row's only query, with the arguments of torch's kernel."""
+    named |= {"block_table": block_table, "seqused_k": seqused_k}
+    signature(varlen_attn).bind(query, pages, values, *ends, **named)
+    outputs = []
+    for row, length in enumerate(seqused_k.tolist()):
+        states = [of[block_table[row].long()].flatten(0, 1)[:length] for of in (pages, values)]
+        times = query.shape[1] // pages.shape[2]
+        keys, own = (one.repeat_interleave(times, 1).float() for one in states)
+        scores = torch.einsum("hd,khd->hk", query[row].float(), keys) * query.shape[-1] ** -0.5
+        outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), own))
+    return torch.stack(outputs).to(query.dtype)
+
+
+def test_pytorchs_kernel_is_given_every_key_of_each_row(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", paged_attention)
+    monkeypatch.setattr(attention, "LAYERS", 1)
+    step = attention._VarlenStep(TINY.shape, 3, 300, torch.device("cpu"))
+    for pages in step._pages:
+        # Of the second page, only the first 44 tokens are a row's.
+        last = step._table[:, 1].long()
+        pages[last, 300 - 256 :] = float("nan")
+    assert step._attend().isfinite().all()
+    assert step._table.flatten().sort().values.tolist() == list(range(6))
+
+
+def test_a_torch_without_a_block_table_is_said_to_be_one(monkeypatch):
+    assert attention._varlen_obstacle() is None
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, key, value: query)
+    assert "has no block table" in attention._varlen_obstacle()
 
 
 def test_a_part_that_fails_is_a_row_and_an_exit_status_and_the_record_stays_whole(

@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+from tiny import byte_tokenizer, tiny_model
 
 import bench
 import plots
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 SLOW = {
     "bitwise",
     "chats_long",
+    "chats_tail",
     "chat_step",
     "gpu_model",
     "pool",
@@ -49,10 +51,23 @@ def recorded(tmp_path_factory):
                 patch.delenv(PYTHON_VARIABLE, raising=False)
                 # The slow test of the command has the compiled contender.
                 patch.setattr(run, "compiler_obstacle", lambda: "left out")
+                if workload.startswith("chat"):
+                    # The real model is tested by itself, in `tests/real_weights/`.
+                    patch.setattr("benchmarks.chats.smollm2_folder", lambda: chat_model(folder))
                 assert bench.main([workload, *TINIEST, "--output-dir", str(folder)]) == 0
         return json.loads(path.read_text())
 
     return record
+
+
+def chat_model(folder):
+    path = folder / "model"
+    if not path.exists():
+        tokenizer = byte_tokenizer()
+        tokenizer.save_pretrained(path)
+        model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=8192)
+        model.save_pretrained(path)
+    return path
 
 
 def figures(results):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cb_rollout.compat import inductor
-from cb_rollout.compat.cache import cache_folder
+from cb_rollout.compat.inductor import cache_folder
 from cb_rollout.errors import ConfigurationError
 
 SOURCE = 'extern "C" int answer() { return 42; }'

@@ -1,7 +1,8 @@
 """One process of several whose model is under FSDP2: what a sync of its copy gathers.
 
-Writes the bytes of the shards that it sends, by the dtype of the copy, and whether the copy holds
-what the whole model rounds to. Run by `processes.run_processes`.
+Writes the bytes of the shards that it sends, by the dtype of the copy, whether the copy holds what
+the whole model rounds to, and in which order tensors are gathered and copied. Run by
+`processes.run_processes`.
 """
 
 import json
@@ -16,19 +17,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cb_rollout import RolloutConfig
-from cb_rollout.weights import create_weight_sync
+from cb_rollout.weights import copied, create_weight_sync
 
 
 class Gathers(TorchDispatchMode):
-    """Notes the bytes that each gather sends."""
+    """Notes the bytes that each gather sends, and what happens in which order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes: list[int] = []
+        self.order = ""
+        """Letters of events: g: a gather begins, c: a value is copied, which waits for its own."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ == "all_gather_into_tensor":
+        name = func.overloadpacket.__name__
+        if name == "all_gather_into_tensor":
             self.num_bytes.append(args[0].nbytes)
+        letters = {"all_gather_into_tensor": "g", "copy_": "c"}
+        self.order += letters.get(name, "")
         return func(*args, **(kwargs or {}))
 
 
@@ -39,6 +45,8 @@ def synced(dtype: str) -> dict[str, Any]:
         fully_shard(layer)
     fully_shard(model)
     weights = create_weight_sync(model, RolloutConfig(weight_sync="copy", rollout_dtype=dtype))
+    # Less than any tensor, so that each is gathered alone.
+    copied.BUCKET_BYTES = 1
     with Gathers() as gathers:
         weights.sync()
     held, own = weights.module.state_dict(), whole.state_dict()
@@ -47,6 +55,7 @@ def synced(dtype: str) -> dict[str, Any]:
         "num_held_bytes": sum(parameter.nbytes for parameter in weights.module.parameters()),
         "is_equal": all(torch.equal(held[name], own[name].to(held[name].dtype)) for name in own),
         "differing": weights.differing(),
+        "order": gathers.order,
     }
 
 

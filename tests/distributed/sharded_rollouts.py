@@ -40,7 +40,7 @@ from cb_rollout.compat.fsdp import local_part
 
 BATCH = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
-NUM_STEPS = 5
+NUM_STEPS = 3
 
 
 def plain(**settings: Any) -> torch.nn.Module:

@@ -20,7 +20,6 @@ TIMEOUT_SECONDS = 240
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("raise", "ValueError: no such verifier"),
         ("kill", "Signal 9 (SIGKILL)"),
         ("linger", "another process failed first, and this one waits for it. rank 1: ValueError"),
     ],

@@ -1,5 +1,7 @@
 """What a sync gathers from other processes, under FSDP2."""
 
+import re
+
 import pytest
 from processes import run_processes
 
@@ -15,3 +17,11 @@ def test_shards_are_cast_before_they_are_gathered():
             assert one["is_equal"]
             assert one["differing"] == []
         assert half["num_bytes"] < 0.6 * single["num_bytes"]
+
+
+def test_the_next_tensor_is_gathered_while_one_is_copied():
+    for rank in run_processes("distributed/gathered_bytes.py"):
+        for one in rank.values():
+            assert one["order"].count("g") > 20
+            # Two gathers begin before the first copy, and the next one before each other copy.
+            assert re.fullmatch("gg(c+g)+c+", one["order"])

@@ -7,7 +7,7 @@ from tiny import tiny_model
 pytestmark = pytest.mark.slow
 
 MODEL_BYTES = sum(tensor.nbytes for tensor in [*tiny_model().parameters(), *tiny_model().buffers()])
-NUM_STEPS = 5
+NUM_STEPS = 3
 
 SHARDED = ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "fsdp1", "fsdp1_tied", "fsdp1_lora"]
 SLEPT = ["fsdp2_slept", "fsdp2_tied_slept", "fsdp2_lora_slept", "fsdp1_slept"]

@@ -9,18 +9,10 @@ pytestmark = pytest.mark.slow
 
 # Dense, sliding windows, sinks, soft caps, MoE, MLA, and recurrent states.
 TYPES = (
-    *("llama", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere2"),
-    *(
-        "gpt_oss",
-        "mixtral",
-        "qwen3_moe",
-        "deepseek_v3",
-        "qwen3_5_text",
-        "granitemoehybrid",
-        "jamba",
-    ),
+    *("llama", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo2", "gpt_oss"),
+    *("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "granitemoehybrid", "jamba"),
 )
-WINDOWED = ("gemma2", "gemma3_text", "mistral", "mixtral", "cohere2", "gpt_oss")
+WINDOWED = ("gemma2", "gemma3_text", "mixtral", "gpt_oss")
 TYPES_OF_FOUR = ("llama", "gemma3_text", "qwen3_moe")
 
 
@@ -88,7 +80,7 @@ def test_pages_are_split_with_the_heads(pair, four):
 
 
 def test_random_calls_deliver_the_same_on_every_process():
-    ranks = run_processes("distributed/tensor_parallel_schedule.py", "50")
+    ranks = run_processes("distributed/tensor_parallel_schedule.py", "25")
     for rank in ranks:
         assert rank["delivered"] == ranks[0]["delivered"]
         assert rank["preemptions"] == ranks[0]["preemptions"] > 0

@@ -74,6 +74,8 @@ PARTS: dict[str, dict[str, Any]] = {
 
 # Arguments of an image processor and of a processor that do not follow from the config.
 IMAGE_PROCESSOR_ARGUMENTS: dict[str, dict[str, Any]] = {
+    # The smaller of its two sizes: 1,225 patches, not 4,900.
+    "aria": {"max_image_size": 490},
     "deepseek_ocr2": {"tile_size": 128},
     "dots3_note": {"temporal_patch_size": 1},
     "emu3": {"min_pixels": 32 * 32, "max_pixels": 48 * 48},

@@ -1,4 +1,4 @@
-"""Twenty thousand rows, killed five times at random: each there once, as if never killed."""
+"""Four thousand rows, killed three times at random: each there once, as if never killed."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tiny import char_tokenizer, tiny_model
 
-NUM_ROWS, NUM_KILLS = 20_000, 5
+NUM_ROWS, NUM_KILLS = 4_000, 3
 TIMEOUT_SECONDS = 600
 # A run that hangs fails the test.
 
@@ -28,7 +28,7 @@ process, calls, sizes = psutil.Process(), 0, open("sizes.txt", "a", buffering=1)
 def memory(row):
     global calls
     calls += 1
-    if calls % 500 == 0:
+    if calls % 100 == 0:
         print(process.memory_info().rss, file=sizes)
     return len(row["token_ids"])
 """
@@ -49,7 +49,7 @@ def results(output):
 
 
 @pytest.mark.slow
-def test_killed_five_times_each_row_is_there_once_and_as_if_never_killed(tmp_path):
+def test_killed_three_times_each_row_is_there_once_and_as_if_never_killed(tmp_path):
     checkpoint = tmp_path / "checkpoint"
     tokenizer = char_tokenizer()
     tokenizer.save_pretrained(checkpoint)
@@ -65,7 +65,7 @@ def test_killed_five_times_each_row_is_there_once_and_as_if_never_killed(tmp_pat
         command(checkpoint, rows, whole), check=True, timeout=TIMEOUT_SECONDS, **settings
     )
     sizes = [int(line) for line in (tmp_path / "sizes.txt").read_text().split()]
-    assert len(sizes) == NUM_ROWS // 500
+    assert len(sizes) == NUM_ROWS // 100
     assert sizes[-1] - sizes[len(sizes) // 4] < MAX_GROWTH_BYTES
 
     killed = tmp_path / "killed.jsonl"

@@ -16,6 +16,10 @@ PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=0)
 PROMPTS = [[5, 6, 7], [8, 9], [8, 9]]
 
 
+def exposed(manager):
+    return exposition(manager.counters, manager.status(), manager.durations)
+
+
 @pytest.fixture
 def generator():
     with RolloutGenerator(tiny_model(), RolloutConfig(seed=0, block_size=8)) as generator:
@@ -25,7 +29,7 @@ def generator():
 def test_prometheus_reads_every_figure(generator):
     generator.generate_batch(PROMPTS, sampling_params=PARAMS)
     generator.sync_weights()
-    text = exposition(generator.manager)
+    text = exposed(generator.manager)
     families = {family.name: family for family in text_string_to_metric_families(text)}
     kinds = {f"cb_rollout_{i.name}": i.kind.value for i in LIVE_METRICS}
     kinds |= {f"cb_rollout_{d.name}": "histogram" for d in DISTRIBUTIONS}
@@ -63,7 +67,7 @@ def test_the_dashboard_draws_every_metric_and_no_other(generator):
         for target in panel["targets"]
         for name in re.findall(r"cb_rollout_\w+", target["expr"])
     }
-    text = exposition(generator.manager)
+    text = exposed(generator.manager)
     told = set(re.findall(r"^(cb_rollout_\w+)", text, re.MULTILINE))
     assert drawn <= told
     families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in told}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from report_page import FORBIDDEN, Page, a_sequence
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
+from cb_rollout.metrics.run_records import AUDIT_FILE, METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
 from cb_rollout.tools.report.figures import DRIFT_KEYS, series, smoothed
 from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
@@ -95,6 +95,15 @@ def test_each_token_tells_its_logprob_its_id_and_its_policy(tmp_path):
         "log-probability not recorded\ntoken id 12\npolicy version 3",
         "log-probability 0.000 (100%)\ntoken id 13\npolicy version 4",
     ]
+
+
+def test_the_last_audit_is_shown_as_it_was_written(tmp_path):
+    html, page = page_of(tmp_path, sequences=[a_sequence()])
+    assert "The last audit" not in page.text
+    (tmp_path / AUDIT_FILE).write_text("Step 3. Adapter <missing>.\n  +1 nats\n")
+    html, page = page_of(tmp_path, sequences=[a_sequence()])
+    assert "The last audit:Step 3. Adapter <missing>.\n  +1 nats\n" in page.text
+    assert '<pre class="prompt">Step 3. Adapter &lt;missing&gt;' in html
 
 
 def test_whitespace_and_special_tokens_can_be_seen(tmp_path):

@@ -9,7 +9,7 @@ from report_page import Page, a_sequence
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import RunRecorder, StepMetrics
-from cb_rollout.tools.report.advice import WINDOW, advice
+from cb_rollout.tools.report.figures import WINDOW, advice
 from cb_rollout.tools.report.live import LiveReport
 
 

@@ -216,6 +216,8 @@ def test_the_error_names_the_cause(tmp_path, monkeypatch):
     assert report.cause is Cause.TEMPERATURE
     assert 2 <= len(report.starts) <= 4
     assert pickle.loads(pickle.dumps(raised.value)).report == report
+    # The report's page shows it.
+    assert (tmp_path / "cb_rollout" / "audit.txt").read_text() == f"Step 1. {report}\n"
 
 
 @pytest.mark.parametrize(

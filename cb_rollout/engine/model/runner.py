@@ -1,6 +1,7 @@
 """Run the model's own forward over rows of new tokens: packed, or left-padded.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: tokens, V: vocabulary.
+Of routes: N: tokens, L: routers, K: experts of a token.
 """
 
 import sys
@@ -22,7 +23,6 @@ from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import AttentionBackend
 from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs, UnsupportedAttentionError
-from cb_rollout.engine.attention.gathered import BatchedAttention
 from cb_rollout.engine.attention.packed import PackedAttention, Segment
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.attention.traced_forward import Traceable
@@ -34,8 +34,17 @@ from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.forward_inputs import ForwardInputs, packed_inputs, padded_inputs
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
-from cb_rollout.engine.model.routers import RouteRecorder, Routers, find_routers
+from cb_rollout.engine.model.routers import (
+    Replay,
+    RouteRecorder,
+    Routers,
+    find_routers,
+    joined_routes,
+)
 from cb_rollout.engine.numerics.higher_precision import higher_precision
+from cb_rollout.engine.request import Request
+from cb_rollout.engine.sampling.draw import chosen_logprobs
+from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError
 
 
@@ -251,9 +260,6 @@ class ModelRunner:
         positions, arguments = self._with_images(batch, inputs.positions)
         if not self.batch_layout.takes_any_lengths:
             positions = None
-        is_step = not segments and inputs.input_ids.shape[1] == 1
-        # An image of one token goes through the attention of the vision tower too.
-        is_batched = is_step and not arguments and self.device.type == "cpu"
         cache.begin(mapping)
         if self.recorder is not None:
             self.recorder.expect(
@@ -262,7 +268,6 @@ class ModelRunner:
         with (
             self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
             self._attending(segments) if segments else nullcontext(),
-            hf_compat.replacing_attention(BatchedAttention()) if is_batched else nullcontext(),
         ):
             logits_BV = self.forward(
                 inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
@@ -399,3 +404,27 @@ class ModelRunner:
 
     def _integers(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return devices.to_device(values, self.device)
+
+
+def recomputed_logprobs(
+    runner: ModelRunner, model: torch.nn.Module, request: Request
+) -> list[float]:
+    """Return log-probabilities by a forward of the (wrapped) training `model` without a cache."""
+    num_prompt = len(request.prompt_ids)
+    temperature = 1.0 if request.params.is_greedy else request.params.temperature
+    recorder, replaying = runner.recorder, nullcontext()
+    if recorder is not None and request.routed_experts is not None:
+        routers, part = recorder.routers, (request.routed_experts, 0, request.num_tokens)
+        routes_NLK = joined_routes([part], routers.spec.shape, runner.device)
+        assert routes_NLK is not None
+        replaying = routers.replaying(hf_compat.unwrap(model), Replay(routes_NLK))
+    with replaying:
+        logits_NV = runner.plain_logits(
+            request.token_ids, hf_compat.collective_forward(model), images=request.images
+        )
+    chosen_T = devices.to_device(request.token_ids[num_prompt:], runner.device)
+    logits_TV = logits_NV[num_prompt - 1 : -1]
+    if request.kept_token_ids:
+        kept = SamplingMask.joined(request.kept_token_ids[: len(chosen_T)])
+        return masked_logprobs(logits_TV, chosen_T, kept, temperature)[0].tolist()
+    return chosen_logprobs(logits_TV / temperature, chosen_T).tolist()

@@ -92,7 +92,9 @@ class EngineLoop:
         self._ended_ids: deque[str] = deque(maxlen=NUM_ENDED_IDS_KEPT)
         self._thread: threading.Thread | None = None
         self._is_stopping = self._is_draining = self._is_ending = False
-        self.pauses = PauseController(self._changed, self._could_step)
+        self.pauses = PauseController(
+            self._changed, lambda: self.is_running() and not self._is_ending
+        )
         self._fatal_error: BaseException | None = None
         self.durations = Durations()
 
@@ -299,9 +301,6 @@ class EngineLoop:
         """
         with self.pauses.stepping() as is_mine:
             yield self._step_until if is_mine else None
-
-    def _could_step(self) -> bool:
-        return self.is_running() and not self._is_ending
 
     def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
         with interrupts_deferred() as interrupts:

@@ -5,7 +5,7 @@ change made on the trainer, so that `close` undoes them all. Called by the train
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,6 @@ from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
 
 if TYPE_CHECKING:
-    from cb_rollout.integrations.trl.strategies import TrainerStrategy
     from cb_rollout.strategies import GroupCollector
 
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
@@ -179,7 +178,10 @@ class GenerationBackend(TrainerCallback):
         """Contexts that end when the trainer is detached."""
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""
-        self.strategy: TrainerStrategy | None = None
+        self.collector: GroupCollector | None = None
+        """Samples groups ahead of the trainer; None: no strategy does."""
+        self.make_batch: Callable[..., dict[str, Any]] | None = None
+        """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
         self._is_training = False
         self._warms_up = False
         self._step_began = time.perf_counter()
@@ -189,10 +191,6 @@ class GenerationBackend(TrainerCallback):
         # A pool's engines run elsewhere, by other clocks.
         pooled = isinstance(generator, PooledGenerator)
         self._durations = Durations() if pooled else generator.manager.durations
-
-    @property
-    def collector(self) -> "GroupCollector | None":
-        return None if self.strategy is None else self.strategy.groups
 
     @property
     def _mode(self) -> Any:

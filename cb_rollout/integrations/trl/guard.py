@@ -182,14 +182,8 @@ class LogprobGuard:
         report = drift(sampled, trained, float(noise))
         worst = compared.get(report.request_id)
         if worst is not None:
-            metrics = {
-                "rollout/logprob_drift_max": report.max,
-                "rollout/logprob_drift_mean": report.mean,
-                "rollout/logprob_drift_k1": report.k1,
-                "rollout/logprob_drift_k3": report.k3,
-                "rollout/logprob_drift_chi_squared": report.chi_squared,
-                "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
-            }
+            names = ("max", "mean", "k1", "k3", "chi_squared", "effective_sample_size")
+            metrics = {f"rollout/logprob_drift_{name}": getattr(report, name) for name in names}
             if report.first_position is not None:
                 position = worst.positions[report.first_position]
                 metrics["rollout/logprob_drift_first_token"] = position
@@ -299,15 +293,13 @@ class LogprobGuard:
         is_split = shards_models(trainer.accelerator) or trains_split_model(trainer)
         if is_split or image_arguments(batch.settings):
             return None, ""
-        with trainer.accelerator.autocast():
-            report = audit_drift(
-                outputs,
-                trainer.model,
-                tokenizer=trainer.processing_class,
-                engine=generator if isinstance(generator, RolloutGenerator) else None,
-                sampling_params=generator.manager.defaults,
-                logprobs_mode=reported_mode(self._config),
-            )
+        report = audit_drift(
+            outputs,
+            trainer,
+            engine=generator if isinstance(generator, RolloutGenerator) else None,
+            sampling_params=generator.manager.defaults,
+            logprobs_mode=reported_mode(self._config),
+        )
         return report, "" if report is None else f" {report.sentence}"
 
     def _description(self, report: DriftReport, worst: ComparedRow) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,9 +20,6 @@ from cb_rollout.compat.multimodal import image_token_ids, is_processor
 from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
-
-if TYPE_CHECKING:
-    from cb_rollout.integrations.trl.backend import RolloutContext
 
 # Of a prompt's pictures: the first ones, made small, so that a run's records stay small too.
 MAX_IMAGES = 4
@@ -48,29 +45,39 @@ class TrainerRecords:
             self._recorder.begin_run(step)
         self._has_trained = True
 
-    def add(self, context: "RolloutContext", batch: Mapping[str, Any]) -> None:
+    def add(
+        self,
+        mode: Mode,
+        rows: Sequence[LossRow],
+        rewards: Sequence[float],
+        images: Mapping[str, Sequence[Any]],
+        batch: Mapping[str, Any],
+    ) -> None:
         """Take the first rows of a rollout and its scored batch; they wait for their loss."""
-        self.flush(context.mode)
-        if context.mode == "train":
-            self._completion_lengths += [sum(row.is_sampled) for row in context.rows]
-            self._group_rewards += _whole_groups(context.rewards, self._trainer.num_generations)
+        self.flush(mode)
+        if mode == "train":
+            self._completion_lengths += [sum(row.is_sampled) for row in rows]
+            size = self._trainer.num_generations
+            # Of whole groups: another process may hold the rest of the last.
+            ends = range(size, len(rewards) + 1, size)
+            self._group_rewards += [list(rewards[end - size : end]) for end in ends]
         # The trainer counts a step once it is done, and logs its metrics under that number.
-        step = self._trainer.state.global_step + (context.mode == "train")
+        step = self._trainer.state.global_step + (mode == "train")
         tokenizer = self._trainer.processing_class
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
         advantages = _row_advantages(batch["advantages"], mask_BT).tolist()
-        for number, row in enumerate(context.rows[: self._num_sequences]):
-            pictures = context.images.get(row.name, ())[:MAX_IMAGES]
+        for number, row in enumerate(rows[: self._num_sequences]):
+            pictures = images.get(row.name, ())[:MAX_IMAGES]
             self._pending[row.id] = SequenceRecord(
                 step=step,
-                mode=context.mode,
+                mode=mode,
                 request_id=row.name,
                 prompt=tokenizer.decode(_without_repeats(row.prompt_ids, tokenizer)),
                 tokens=[tokenizer.decode([token]) for token in row.completion_ids],
                 token_ids=row.completion_ids,
                 logprobs=row.logprobs or [],
                 policy_versions=_policy_versions(row),
-                reward=context.rewards[number],
+                reward=rewards[number],
                 finish_reason=row.finish_reason,
                 advantage=advantages[number],
                 mask=mask_BT[number, : len(row.completion_ids)].tolist(),
@@ -121,12 +128,6 @@ class TrainerRecords:
 
             log_token_table(self._untabled, step)
         self._untabled = []
-
-
-def _whole_groups(rewards: Sequence[float], num_generations: int) -> list[list[float]]:
-    """Return the rewards of each group that no other process shares."""
-    ends = range(num_generations, len(rewards) + 1, num_generations)
-    return [list(rewards[end - num_generations : end]) for end in ends]
 
 
 def _row_advantages(advantages: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -181,8 +181,8 @@ class TrainerScoring:
 
     def generate_and_score(self, inputs: list[Any]) -> dict[str, Any]:
         """Replace `_generate_and_score_completions`: make the batch as the strategy decides."""
-        strategy = self._backend.strategy
-        batch = strategy.generate_and_score(inputs, self.score) if strategy else self.score(inputs)
+        make_batch = self._backend.make_batch
+        batch = make_batch(inputs, self.score) if make_batch else self.score(inputs)
         is_auto = not self._guard.replaces_loss
         if is_auto and self._step_of_sampled is not None and updates_once(self._trainer):
             # Rounding between sampler and loss clips no ratio: the loss takes its own, as TRL's.
@@ -222,7 +222,7 @@ class TrainerScoring:
             batch.setdefault("old_per_token_logps", sampled_BT)
         batch[ROWS_KEY] = context.rows
         if self._records is not None:
-            self._records.add(context, batch)
+            self._records.add(context.mode, context.rows, context.rewards, context.images, batch)
         return batch
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:

@@ -94,7 +94,10 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
     if not is_plain:
         _require_place(trainer, strategy, backend)
     backend.cancel_carried()
-    backend.strategy = None if is_plain else TrainerStrategy(trainer, strategy, backend)
+    backend.collector = backend.make_batch = None
+    if not is_plain:
+        chosen = TrainerStrategy(trainer, strategy, backend)
+        backend.collector, backend.make_batch = chosen.groups, chosen.generate_and_score
 
 
 class TrainerStrategy:

@@ -31,10 +31,10 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.rollout.audit import evidence
 from cb_rollout.rollout.audit.evidence import Prediction
-from cb_rollout.rollout.audit.forwards import Change, Forwards
+from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights
 from cb_rollout.rollout.audit.hypotheses import Hypothesis, hypotheses, layer_hypotheses
 from cb_rollout.rollout.audit.readouts import Readouts
-from cb_rollout.rollout.audit.report import AuditReport, Cause, Evidence
+from cb_rollout.rollout.audit.report import NO_NUMBERS, AuditReport, Cause, Evidence
 from cb_rollout.types import GenerationOutput
 
 if TYPE_CHECKING:
@@ -73,12 +73,13 @@ def audit(
 
     Sequences are scored by plain forwards of `model`, in its mode for evaluation and without
     gradients, under each hypothesis that the arguments allow. Nothing is written to the model. Call
-    it under the autocast, if any, that the trainer scores in. Takes 25 to 40 forwards of the chosen
+    it under the autocast, if any, that the trainer scores in. Takes 30 to 45 forwards of the chosen
     sequences, and holds their logits: 4 bytes * `max_tokens` * vocabulary.
 
     Args:
         outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids`, at least one
-            `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`.
+            `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`. If
+            none has `logprobs`, the tokens alone are tested, as draws from the model.
         model: the trainer's causal language model as it was when it sampled, plain or wrapped by
             PEFT, DDP or accelerate, on one device.
         versions: earlier weights by name or number: a state dict of the model or of its adapter, or
@@ -124,9 +125,10 @@ def _chosen(
     if not scored:
         raise InvalidRequestError("no output holds a generated token; pass those of a rollout.")
     vocab_size = hf_compat.vocab_size(hf_compat.unwrap(model))
+    has_numbers = any(output.logprobs for output in scored)
     for output in scored:
         num, num_reported = len(output.generated_tokens), len(output.logprobs)
-        if num != num_reported or not output.prompt_ids or output.images is not None:
+        if num_reported != num * has_numbers or not output.prompt_ids or output.images is not None:
             raise InvalidRequestError(
                 f"{output.request_id} has {len(output.prompt_ids)} prompt tokens, {num} generated "
                 f"tokens and {num_reported} log-probabilities; each generated token needs one, and "
@@ -168,11 +170,13 @@ class _Auditor:
         temperatures = [output.temperature for output in outputs]
         self.readouts = Readouts(logits, rows, temperatures, self.reported_N, params, is_processed)
         trainer = self.readouts.of(self.readouts.claimed)
+        cause, detail = Cause.ROUNDING, ""
+        if not values:
+            self.reported_N, detail = trainer.logprobs_N, NO_NUMBERS
         self.rounding = self._measured_rounding(trainer)
         self.readouts.slack = LARGEST_MULTIPLE * self.rounding
         self.step_N: float | torch.Tensor = evidence.decimal_step(self.reported_N)
         """Distance of the numbers that could be sent."""
-        cause, detail = Cause.ROUNDING, ""
         if (dtype := evidence.short_dtype(self.reported_N)) is not None:
             cause, detail = Cause.LOGPROBS_16BIT, str(dtype).removeprefix("torch.")
             self.step_N = self.reported_N.abs() * torch.finfo(dtype).eps
@@ -215,17 +219,20 @@ class _Auditor:
         noise_N = noise_N.sqrt()
         distances_N = evidence.differences(self.reported_N, own.logprobs_N)
         densities_N = evidence.log_densities(distances_N, noise_N)
-        return TestedCause(hypothesis, own, noise_N, distances_N, densities_N)
+        # Its weights are let go.
+        return TestedCause(hypothesis._replace(effect=own), own, noise_N, distances_N, densities_N)
 
     def report(self, versions: Mapping[Any, Any], tokenizer: Any) -> AuditReport:
         """Test every cause, and return the report."""
         weights = {str(name): self.forwards.weights_of(own) for name, own in versions.items()}
         words = None if tokenizer is None else text_tokenizer(tokenizer)
-        found = [self.clean, *map(self._tested, self.readouts.all())]
-        for hypothesis in hypotheses(self.forwards, weights, words):
-            found.append(self._tested(hypothesis))
-            if hypothesis.cause is Cause.OLDER_VERSION:
-                found += map(self._tested, self._updated(found[-1]))
+        found = [self.clean]
+        if self.clean.hypothesis.detail != NO_NUMBERS:
+            found += map(self._tested, self.readouts.all())
+            for own in hypotheses(self.forwards, weights, words):
+                found.append(self._tested(own))
+                if own.cause is Cause.OLDER_VERSION:
+                    found += map(self._tested, self._updated(found[-1], weights[own.detail]))
         ranking = self._ranked(found)
         multiple = float((self.clean.distances_N / self.clean.noise_N).median())
         is_doubtful = ranking[0][0] is self.clean and multiple > DOUBTFUL_MEDIAN
@@ -241,7 +248,7 @@ class _Auditor:
             len(self.reported_N),
         )
 
-    def _updated(self, older: TestedCause) -> Iterator[Hypothesis]:
+    def _updated(self, older: TestedCause, weights: Weights) -> Iterator[Hypothesis]:
         """Yield the causes of weights that changed while sequences were sampled.
 
         Each sequence has its own number of tokens from the version before.
@@ -260,8 +267,7 @@ class _Auditor:
             counts = self._leading(older, others_N)
             # The last sampled token has no key yet.
             cached = [n + count - 1 for n, count in zip(prompts, counts, strict=True)]
-            assert isinstance(older.hypothesis.effect, Change)
-            change = Change(cached_weights=older.hypothesis.effect.weights, num_cached=cached)
+            change = Change(cached_weights=weights, num_cached=cached)
             yield Hypothesis(Cause.OLD_KEYS_KEPT, detail, change, num_fitted)
 
     def _leading(self, older: TestedCause, other_N: torch.Tensor) -> list[int]:

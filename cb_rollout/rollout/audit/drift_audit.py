@@ -1,17 +1,20 @@
-"""Audit the sequences on which a drift guard tripped.
+"""Audit sequences of a training that goes on.
 
-Owns what an audit may cost a training that goes on. No exception of an audit leaves it. Called by
-the thread that trains.
+Owns what an audit may cost it, and the file with the last one beside the run's records. No
+exception of an audit leaves it. Called by the thread that trains.
 """
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.memory.device import memory
+from cb_rollout.metrics.jsonl import write_whole
+from cb_rollout.metrics.run_records import AUDIT_FILE, RUN_DIR_NAME
 from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.types import GenerationOutput
@@ -26,23 +29,29 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def audit_drift(
-    outputs: Sequence[GenerationOutput], model: torch.nn.Module, **arguments: Any
+    outputs: Sequence[GenerationOutput], trainer: Any, **arguments: Any
 ) -> AuditReport | None:
-    """Return why log-probabilities drifted; None: the audit failed, or memory is short.
+    """Return why log-probabilities are not a trainer's; None: it failed, or memory is short.
 
     Takes the arguments of `audit`. Looks at the first `MAX_SEQUENCES` sequences, which should have
     at most `MAX_TOKENS` tokens each.
     """
+    report, model = None, trainer.model
+    arguments |= {"tokenizer": trainer.processing_class, "max_tokens": MAX_SEQUENCES * MAX_TOKENS}
     try:
-        if not outputs or not _has_room(model):
-            return None
-        max_tokens = MAX_SEQUENCES * MAX_TOKENS
-        report = audit(outputs[:MAX_SEQUENCES], model, max_tokens=max_tokens, **arguments)
+        if outputs and _has_room(model):
+            with trainer.accelerator.autocast():
+                report = audit(outputs[:MAX_SEQUENCES], model, **arguments)
+            # The trainer counts a step once it is done.
+            text = f"Step {trainer.state.global_step + 1:,}. {report}\n"
+            _LOGGER.info("%s", text)
+            if trainer.accelerator.is_main_process:
+                folder = Path(trainer.args.output_dir) / RUN_DIR_NAME
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / AUDIT_FILE, text.encode())
     except Exception:
         # The run must not end by what explains its numbers.
-        _LOGGER.info("the drift could not be audited", exc_info=True)
-        return None
-    _LOGGER.info("%s", report)
+        _LOGGER.info("the drift could not be audited, or not recorded", exc_info=True)
     return report
 
 

@@ -1,8 +1,8 @@
 """Run the trainer's model on recorded sequences, with one thing changed.
 
 Owns the changes that a hypothesis may ask for: other weights, another prompt, other positions, keys
-of older weights, a head in 16 bits, recorded experts. The parameters are passed to the forward, and
-never written. Sequences run alone, without padding.
+of older weights, a head in 16 bits, recorded experts, a longer sequence beside it. The parameters
+are passed to the forward, and never written. Sequences run alone, without padding.
 
 T: completion tokens, V: vocabulary.
 """
@@ -20,6 +20,7 @@ from torch.nn import functional
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.moe import without_router_logits
+from cb_rollout.compat.rope import forget_longer_rows
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
@@ -50,6 +51,8 @@ class Change:
     head_dtype: torch.dtype | None = None
     """Computes the head; None: as the model does."""
     replays_routes: bool = False
+    longest: int = 0
+    """Length of a sequence in the same batch, which RoPE is scaled by; 0: there is none."""
 
 
 class Forwards:
@@ -88,7 +91,13 @@ class Forwards:
             positions_1S = torch.arange(S, device=self.device)[None] + of_prompt
             positions_1S[:, len(prompt) :] += of_completion - of_prompt
             settings["position_ids"] = positions_1S
-        if change.offsets is not None or change.prompts is not None:
+        forget_longer_rows(self.inner)
+        if change.longest:
+            ids_1S = ids_1S.expand(2, -1)
+            positions_2S = torch.arange(S, device=self.device).repeat(2, 1)
+            positions_2S[1, -1] = change.longest - 1
+            settings["position_ids"] = positions_2S
+        if change.offsets is not None or change.prompts is not None or change.longest:
             # Padding is attended to, and a jump of positions begins no other packed row.
             settings["attention_mask"] = torch.ones_like(ids_1S)
         with ExitStack() as stack:

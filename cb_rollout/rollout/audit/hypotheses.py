@@ -10,7 +10,9 @@ from itertools import product, takewhile
 from typing import Any, NamedTuple
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
+from cb_rollout.compat.rope import rotary_modules
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.audit.evidence import Prediction
 from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights, without_adapters
@@ -43,14 +45,21 @@ def hypotheses(
     forwards: Forwards, versions: Mapping[str, Weights], tokenizer: Any
 ) -> Iterator[Hypothesis]:
     """Yield every cause that can be tested on these sequences."""
+    # Before versions: a new adapter changes nothing, so its first version is the base model too.
+    yield from _adapters(forwards.inner)
     for name, weights in versions.items():
         yield Hypothesis(Cause.OLDER_VERSION, name, Change(weights))
         if "past_key_values" in forwards.argument_names:
             yield from _stale_prompts(forwards, name, weights)
-    yield from _adapters(forwards.inner)
     yield from _precisions(forwards.inner)
+    yield from _quantised(forwards.inner)
     for cause, detail, prompts in _prompts(forwards, tokenizer):
         yield Hypothesis(cause, detail, Change(prompts=prompts))
+    ropes = {rope for _, types in rotary_modules(forwards.inner) for rope in types.values()}
+    if ropes & {"longrope", "dynamic"}:
+        longest = max(row.num_tokens for row in forwards.rows)
+        for length in (longest, forwards.inner.config.get_text_config().max_position_embeddings):
+            yield Hypothesis(Cause.ROPE, f"{length} tokens", Change(longest=length))
     if "position_ids" in forwards.argument_names:
         yield from _positions([len(row.prompt_ids) for row in forwards.rows])
     if all(row.routes is not None for row in forwards.rows):
@@ -116,6 +125,24 @@ def _precisions(inner: Any) -> Iterator[Hypothesis]:
         yield Hypothesis(Cause.HEAD_16BIT, "bfloat16", change, noise_share=0.25)
 
 
+def _quantised(inner: Any) -> Iterator[Hypothesis]:
+    """Yield linear weights in 8 bits: integers with a scale for each output, floats with one."""
+    head, linear = inner.get_output_embeddings(), (torch.nn.Linear, Conv1D)
+    layers = {n: m for n, m in inner.named_modules() if isinstance(m, linear) and m is not head}
+    layers = {n: m for n, m in layers.items() if m.weight.is_floating_point() and "lora_" not in n}
+    for dtype, largest in ((torch.int8, 127), (torch.float8_e4m3fn, 448)):
+        weights = {}
+        for name, layer in layers.items():
+            weight: torch.Tensor = layer.weight.detach().float()
+            axes = (0 if isinstance(layer, Conv1D) else 1) if dtype is torch.int8 else (0, 1)
+            levels = weight * (largest / weight.abs().amax(axes, keepdim=True))
+            rounded = levels.round() if dtype is torch.int8 else levels.to(dtype).float()
+            weights[f"{name}.weight"] = (weight * rounded / levels).nan_to_num().to(layer.weight)
+        # Activations may be rounded too.
+        detail = str(dtype).removeprefix("torch.")
+        yield Hypothesis(Cause.QUANTISED, detail, Change(weights), noise_share=0.25)
+
+
 def _prompts(
     forwards: Forwards, tokenizer: Any
 ) -> Iterator[tuple[Cause, str, Sequence[Sequence[int]]]]:
@@ -138,6 +165,10 @@ def _prompts(
             again = tokenizer(text=texts, add_special_tokens=adds)["input_ids"]
             detail = "special tokens added" if adds else ""
             yield Cause.RETOKENISED, detail, [a or b for a, b in zip(again, own, strict=True)]
+        if getattr(tokenizer, "chat_template", None):
+            chats = [[{"role": "user", "content": text}] for text in texts]
+            again = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
+            yield Cause.TEMPLATE_TWICE, "", again
     if isinstance(pad, int):
         longest = max(map(len, own))
         yield Cause.PADDING_ATTENDED, "", [[pad] * (longest - len(p)) + p for p in own]

@@ -11,6 +11,9 @@ NUM_LISTED = 5
 # Of a draw that is not the claimed one; chance passes it once in a million reports.
 LEAST_Z_SCORE = 5.0
 
+# Detail of a rounding that was not tested.
+NO_NUMBERS = "none was reported"
+
 _UPDATE = "Copy the weights to the engine after every update, and check that it answers for it."
 _REPORT = "Have the engine report the numbers that the loss assumes, or the loss assume these."
 
@@ -43,6 +46,7 @@ class Cause(StrEnum):
     PENALTIES = "penalties", _REPORT
     SAMPLING_PARAMS = "sampling parameters", _REPORT
     MODEL_16BIT = "model in 16 bits", "Run engine and trainer in one precision."
+    QUANTISED = "quantised weights", "Sample from the weights that are trained."
     HEAD_16BIT = "head in 16 bits", "Compute the engine's head in float32."
     LOGITS_16BIT = "logits in 16 bits", "Keep the engine's logits in float32."
     LOGPROBS_16BIT = "log-probabilities in 16 bits", "Compute and send log-softmax in float32."
@@ -51,6 +55,8 @@ class Cause(StrEnum):
     BOS_MISSING = "BOS missing", "Send token ids, or have the engine add the BOS token."
     SPECIAL_TOKENS_DROPPED = "special tokens dropped", "Send token ids, or keep special tokens."
     RETOKENISED = "prompt tokenised again", "Send token ids to the engine, not text."
+    TEMPLATE_TWICE = "chat template twice", "Send token ids, or a chat that is not rendered yet."
+    ROPE = "RoPE scaled by another length", "Scale by each sequence's length (see max_model_len)."
     POSITIONS = "positions shifted", "Count positions from a sequence's first token."
     PADDING_ATTENDED = "padding attended to", "Pass the attention mask of padded prompts."
     ROUTES = "experts chosen otherwise", "Replay the experts in the loss (router_replay=True)."
@@ -108,12 +114,13 @@ class AuditReport:
             )
         if self.cause is not Cause.ROUNDING:
             return f"Log-probabilities differ by: {first.name}. {first.cause.advice}"
+        detail = f" ({first.detail})" if first.detail else ""
         if self:
-            return f"Rounding explains {self.num_tokens:,} log-probabilities."
+            return f"Rounding explains {self.num_tokens:,} log-probabilities{detail}."
         return (
-            "Log-probabilities are right, but tokens do not fit the claimed distribution (z = "
-            f"{self.draw_z_score:+.1f}). Pass truncation and penalties as sampling_params; else "
-            "the engine samples otherwise than it reports."
+            f"Log-probabilities are right{detail}, but tokens do not fit the claimed distribution "
+            f"(z = {self.draw_z_score:+.1f}). Pass truncation and penalties as sampling_params; "
+            "else the engine samples otherwise than it reports."
         )
 
     def __str__(self) -> str:

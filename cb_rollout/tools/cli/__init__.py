@@ -16,9 +16,8 @@ from cb_rollout.tools.cli.demo import add_demo
 from cb_rollout.tools.cli.doctor import add_doctor
 from cb_rollout.tools.cli.env import add_env
 from cb_rollout.tools.cli.generate import add_generate
-from cb_rollout.tools.cli.report import add_report
+from cb_rollout.tools.cli.report import add_report, add_watch
 from cb_rollout.tools.cli.serve import add_serve
-from cb_rollout.tools.cli.watch import add_watch
 
 __all__ = ["create_parser", "main"]
 

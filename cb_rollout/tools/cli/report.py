@@ -1,4 +1,4 @@
-"""`cb-rollout report`: write the HTML report of a run, a comparison of two, or a trace of one."""
+"""`cb-rollout report` and `watch`: write the report of a run or two, or a trace; or serve it."""
 
 import argparse
 import dataclasses
@@ -9,6 +9,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import list_runs
 from cb_rollout.tools.cli.command import add_json, write_json
 from cb_rollout.tools.report import write_comparison, write_report, write_trace
+from cb_rollout.tools.report.live import LiveReport
 
 
 def add_report(commands: Any) -> None:
@@ -76,4 +77,32 @@ def _run(arguments: argparse.Namespace) -> int:
         write_json({"path": str(path)})
     else:
         print(path)
+    return 0
+
+
+def add_watch(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "watch",
+        help="show a run's report in a browser while it trains",
+        description="Serve the report of RUN_DIR on this machine alone, written anew when its "
+        "records change, until Ctrl-C. RUN_DIR may be empty yet.",
+    )
+    parser.add_argument(
+        "run_dir",
+        metavar="RUN_DIR",
+        type=Path,
+        help="a trainer's output_dir, or the cb_rollout directory in it",
+    )
+    parser.add_argument("--port", type=int, default=8008, help="0: any free one (8008)")
+    parser.add_argument(
+        "--seconds", type=int, default=10, help="between two loads of the page (10)"
+    )
+    parser.set_run(_run_watch)
+
+
+def _run_watch(arguments: argparse.Namespace) -> int:
+    with LiveReport(arguments.run_dir, arguments.port, arguments.seconds) as server:
+        print(f"{server.url} shows {arguments.run_dir}; Ctrl-C ends it.", flush=True)
+        server.serve_forever()
     return 0

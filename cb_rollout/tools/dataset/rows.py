@@ -212,13 +212,8 @@ def _problem_of_prompt(name: str, prompt: Any) -> str | None:
 def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
     yield from row.get("images") or ()
-    yield from (name for part in _image_parts(row) if (name := picture_of(part)) is not None)
-
-
-def _image_parts(row: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    for chat in (row.get("prompt"), row.get("messages")):
-        if is_chat(chat):
-            yield from image_parts(chat)
+    for chat in filter(is_chat, (row.get("prompt"), row.get("messages"))):
+        yield from (name for part in image_parts(chat) if (name := picture_of(part)) is not None)
 
 
 class RowEncoder:

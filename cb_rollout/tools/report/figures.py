@@ -1,4 +1,4 @@
-"""Figures of a report: numbers by step, and a table of panels, each drawn for one run or for two.
+"""Figures of a report: numbers by step, each drawn for one run or for two, and what they show.
 
 A panel whose records are missing is an empty string. Of a step that was recorded several times (by
 a resumed run, say), the last metrics count. Every function is pure.
@@ -6,7 +6,7 @@ a resumed run, say), the last metrics count. Every function is pure.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 from itertools import chain
@@ -39,6 +39,36 @@ MAX_WINDOW = 51
 
 # Of two curves: those of a panel, or those of two runs.
 STYLES = ("a", "b")
+
+# Steps at each end of a run that are looked at.
+WINDOW = 10
+
+# A drift that grows by less, or is smaller in nats, may be rounding on other tokens.
+DRIFT_GROWTH, LEAST_DRIFT = 4.0, 1e-3
+
+# Metrics, the mean of the last steps from which each is more than chance, and what to do.
+PATTERNS = (
+    (
+        *("frac_reward_zero_std", 0.5),
+        "{:.0%} of the groups have equal rewards, and train nothing. Take easier or harder "
+        "prompts, a finer reward, or the strategy DynamicSampling.",
+    ),
+    (
+        *("completions/clipped_ratio", 0.3),
+        "{:.0%} of the completions end by their length. Raise max_completion_length, or reward "
+        "short answers.",
+    ),
+    (
+        *("rollout/preemptions", 0.1),
+        "The KV cache is full: {:.1f} preemptions a step. Raise max_memory_percent or num_blocks, "
+        "or lower max_requests_per_batch.",
+    ),
+    (
+        *("rollout/step_share", 0.8),
+        "Rollouts take {:.0%} of a step. Longer completions cost most: look at the spread of "
+        "lengths, and at OverSampling.",
+    ),
+)
 
 
 def series(metrics: Metrics, key: str, mode: Mode = "train") -> list[Point]:
@@ -177,9 +207,12 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
     if len(runs) == 1 and (window := smoothing_window(len(lines[0][1]))) > 1:
         curves.insert(0, Curve(lines[0][1], "raw"))
         keys += [("raw", f"each step; the line: mean over {window}")]
-    around = {step: span for step, *span in spans[0]} if len(runs) == 1 else {}
+    around = {
+        step: f" ({panel.label(low)} to {panel.label(high)})"
+        for step, low, high in (spans[0] if len(runs) == 1 else ())
+    }
     tips = [
-        (step, f"step {step:,}: {panel.label(value)}" + _range(around.get(step), panel.label))
+        (step, f"step {step:,}: {panel.label(value)}{around.get(step, '')}")
         for step, value in drawn[0][2]
     ]
     points = [*chain(*(x.points for x in curves)), *chain(*(x.spans for x in bands))]
@@ -201,5 +234,19 @@ def _smoothed(spans: Sequence[Span]) -> list[Span]:
     return [(step, low, high) for (step, low), (_, high) in zip(lows, highs, strict=True)]
 
 
-def _range(span: Sequence[float] | None, label: Callable[[float], str]) -> str:
-    return f" ({label(span[0])} to {label(span[1])})" if span else ""
+def advice(metrics: Metrics) -> Iterator[str]:
+    """Yield a sentence or two about each known pattern in the last steps of a run."""
+    for key in DRIFT_KEYS:
+        drift = [value for _, value in series(metrics, key)]
+        first, last = (
+            statistics.median(part) if part else 0.0 for part in (drift[:WINDOW], drift[-WINDOW:])
+        )
+        if len(drift) >= 2 * WINDOW and last > max(LEAST_DRIFT, DRIFT_GROWTH * first):
+            yield (
+                f"{key} grows: {compact(first)} nats at first, {compact(last)} now. cb-rollout "
+                "audit names the cause."
+            )
+    for key, least, sentence in PATTERNS:
+        values = [value for _, value in series(metrics, key)[-WINDOW:]]
+        if values and statistics.fmean(values) >= least:
+            yield sentence.format(statistics.fmean(values))

@@ -20,6 +20,7 @@ from cb_rollout import __version__
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.metrics.run_records import (
+    AUDIT_FILE,
     METRICS_FILE,
     ROLLOUTS_FILE,
     RUN_DIR_NAME,
@@ -33,10 +34,10 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
-from cb_rollout.tools.report.advice import advice
 from cb_rollout.tools.report.figures import (
     DRIFT_KEYS,
     STYLES,
+    advice,
     figures_html,
     series,
     smoothed,
@@ -99,7 +100,7 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
 <h1>{visible_html(name)}</h1>
 <dl class="figures">{numbers}</dl>
 </header>
-{_advice(metrics)}{charts}
+{_advice(metrics, run_dir / AUDIT_FILE)}{charts}
 {_completions(counts, rollouts, run_dir)}
 <footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
 {sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
@@ -111,8 +112,11 @@ def _write_report(run_dir: Path, run_id: str | None) -> Path:
     return path
 
 
-def _advice(metrics: Sequence[StepMetrics]) -> str:
+def _advice(metrics: Sequence[StepMetrics], audit: Path) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in advice(metrics))
+    if audit.is_file():
+        text = visible_html(audit.read_text(encoding="utf-8"))
+        items += f'<li>The last audit:<pre class="prompt">{text}</pre></li>'
     return f'<section class="advice"><h2>Look at</h2><ul>{items}</ul></section>\n' if items else ""
 
 

@@ -146,19 +146,10 @@ def curve_chart(
     paths = "".join(_band(band, x, y) for band in bands)
     paths += "".join(_path(curve, x, y) for curve in curves)
     dots = "".join(_dots(curve, x, y) for curve in curves)
-    return _frame(_grid(x, y) + _stretched(paths) + dots + _tip_bands(tips, x), title)
-
-
-def _frame(content: str, title: str) -> str:
     return (
-        f'<svg class="chart" width="100%" role="img" aria-label="{escape(title)}">{content}</svg>'
-    )
-
-
-def _stretched(content: str) -> str:
-    return (
+        f'<svg class="chart" width="100%" role="img" aria-label="{escape(title)}">{_grid(x, y)}'
         f'<svg width="100%" height="100%" viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" '
-        f'overflow="visible">{content}</svg>'
+        f'overflow="visible">{paths}</svg>{dots}{_tip_bands(tips, x)}</svg>'
     )
 
 

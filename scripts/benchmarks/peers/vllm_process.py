@@ -147,8 +147,8 @@ def vllm_contenders(model: Any, workloads: Sequence[Workload]) -> Iterator[dict[
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder) / MODEL)
         print("vLLM starts, which takes minutes the first time", flush=True)
-        arguments = _arguments(model, workloads)
-        variables = _environment(Path(python), model.device.type)
+        arguments = vllm_arguments(model, workloads)
+        variables = vllm_environment(Path(python), model.device.type)
         with VllmProcess(python, arguments, variables, Path(folder)) as process:
             yield {f"vLLM {process.version}": _contender(process)}
 
@@ -171,7 +171,8 @@ def _contender(process: VllmProcess) -> Contender:
     return Contender(create, SETTINGS, pid=process.pid)
 
 
-def _arguments(model: Any, workloads: Sequence[Workload]) -> dict[str, Any]:
+def vllm_arguments(model: Any, workloads: Sequence[Workload]) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for a saved model and its workloads."""
     share = {} if model.device.type == "cpu" else {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
     return share | {
         "model": MODEL,
@@ -189,7 +190,8 @@ def _arguments(model: Any, workloads: Sequence[Workload]) -> dict[str, Any]:
     }
 
 
-def _environment(python: Path, device: str) -> dict[str, str]:
+def vllm_environment(python: Path, device: str) -> dict[str, str]:
+    """Return the variables that vLLM is started with."""
     # The engine's own process would poll while it is idle, and take a core from the others.
     everywhere = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     if device != "cpu":

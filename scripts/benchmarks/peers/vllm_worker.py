@@ -3,7 +3,8 @@
 A script of the standard library and vLLM, which imports nothing of this package. It reads a line of
 JSON, answers with one, and waits for the next, without an engine that polls. The first line has the
 arguments of `vllm.LLM`; the answer has the version. Each further line has `prompts` and `lengths`;
-the answer has the number of tokens and of log-probabilities of each completion.
+the answer has the number of tokens and of log-probabilities of each completion. With `sampling`,
+settings of `vllm.SamplingParams`, it has the tokens and log-probabilities themselves.
 """
 
 import importlib
@@ -35,8 +36,12 @@ def _answer_all(requests: IO[str], answers: IO[str]) -> None:
 
 
 def _generate(
-    vllm: Any, llm: Any, prompts: list[list[int]], lengths: list[int]
-) -> dict[str, list[int]]:
+    vllm: Any,
+    llm: Any,
+    prompts: list[list[int]],
+    lengths: list[int],
+    sampling: dict[str, Any] | None = None,
+) -> dict[str, list[Any]]:
     # As after a weight sync: the keys of the run before are of old weights.
     assert llm.reset_prefix_cache(), "the prefix cache could not be emptied"
     outputs = llm.generate(
@@ -44,13 +49,25 @@ def _generate(
         [
             # 0: no log-probabilities besides the sampled token's.
             vllm.SamplingParams(
-                temperature=1.0, max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False
+                **{"temperature": 1.0} | (sampling or {}),
+                max_tokens=length,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
             )
             for length in lengths
         ],
         use_tqdm=False,
     )
     completions = [output.outputs[0] for output in outputs]
+    if sampling is not None:
+        tokens = [list(completion.token_ids) for completion in completions]
+        pairs = zip(tokens, completions, strict=True)
+        logprobs = [
+            [own[token].logprob for token, own in zip(ids, completion.logprobs, strict=True)]
+            for ids, completion in pairs
+        ]
+        return {"tokens": tokens, "logprobs": logprobs}
     return {
         "num_tokens": [len(completion.token_ids) for completion in completions],
         "num_logprobs": [len(completion.logprobs) for completion in completions],

@@ -7,12 +7,14 @@ model's own forward in the modelled step. A model, not a measurement: no device 
 B: rows, V: vocabulary.
 """
 
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map, tree_map_only
 
 from benchmarks.roofline.cards import Card
 from benchmarks.roofline.gpu_model import ideal_decode, listed
@@ -45,7 +47,7 @@ from cb_rollout.engine.attention.triton.backend import TRACING
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.tools.bench.workload import create_model
-from cb_rollout.weights.replica import place
+from cb_rollout.weights.replica import held_dtype, place
 from cb_rollout.weights.tensor import weights_of
 
 NOTE = "a model, not a measurement"
@@ -74,17 +76,34 @@ PROPERTIES = SimpleNamespace(
 # to four results of a residual stream in the next kernel before it writes their sum.
 PLANNED_LAYERS, PERIOD = 4, 2
 
-OWN, COMPILED, JOINED = "the model's own forward", "compiled", "compiled, a copy's weights"
+
+class Form(NamedTuple):
+    """Layout and dtypes of the weights of a compiled step."""
+
+    is_copy: bool
+    """True if neighbouring weights lie side by side, so that their products are joined."""
+    is_autocast: bool = False
+    """True for float32 weights under autocast to bfloat16, which TRL trains by default."""
+
+
+# A form of None: the model's own forward, which is not compiled.
+CONTENDERS: dict[str, Form | None] = {
+    "the model's own forward": None,
+    "compiled": Form(is_copy=False),
+    "compiled, a copy's weights": Form(is_copy=True),
+    "compiled, TRL's default precision": Form(is_copy=True, is_autocast=True),
+}
 
 
 def bench_gpu_compiled(setup: Setup) -> dict[str, Any]:
     """Return launches, bytes and modelled milliseconds of a decode step, compiled and not."""
     card, rows = listed(setup)
+    rows = Rows(rows.num_rows, setup.sizes.compiled_tokens)
     results: dict[str, Any] = {}
     for name, shape in setup.sizes.modelled_shapes.items():
         key, contenders = tuple(shape.items()), {}
-        for contender, is_joined in ((OWN, None), (COMPILED, False), (JOINED, True)):
-            plan = None if is_joined is None else _plan(key, is_joined=is_joined)
+        for contender, form in CONTENDERS.items():
+            plan = None if form is None else _plan(key, form)
             contenders[f"cb_rollout, {contender}"] = _figures(shape, rows, card, plan)
         theirs = vllm_step(shape, rows, is_decode=True)
         contenders[f"vLLM {VERSION}"] = _row(
@@ -181,17 +200,32 @@ def _is_attention(one: GeneratedKernel | OperatorCall) -> bool:
     return isinstance(one, OperatorCall) and one.operator is attend
 
 
+class _Autocast(TorchFunctionMode):
+    """Cast what linear layers take to bfloat16; torch autocasts no tensors without contents."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.nn.functional.linear:
+            args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(torch.bfloat16), args)
+        return func(*args, **kwargs or {})
+
+
 @cache
-def _plan(key: tuple[tuple[str, Any], ...], *, is_joined: bool) -> Plan:
+def _plan(key: tuple[tuple[str, Any], ...], form: Form) -> Plan:
     shape = dict(key)
     layout = engine_layout(shape, PLANNED_LAYERS)
     model = create_model(shape, "meta", num_hidden_layers=PLANNED_LAYERS).eval()
-    if is_joined:
-        weights = weights_of(model, lambda tensor: tensor)
-        place(model, weights, Precision(None, None), META)
+    precision = Precision(None, None)
+    if form.is_autocast:
+        model, precision = model.float(), Precision(torch.bfloat16, None)
+    if form.is_copy:
+        weights = weights_of(model, lambda tensor: tensor, partial(held_dtype, precision))
+        place(model, weights, precision, META)
     runner, cache = ModelRunner(model, None), DecodeCache(layout, META)
     forward = Traceable(runner.decode, cache, [0, 1])
-    traced = trace(forward, *example(TRACING.num_rows, [0, 1], META))
+    with _Autocast() if form.is_autocast else nullcontext():
+        traced = trace(forward, *example(TRACING.num_rows, [0, 1], META))
     TRACING.rewrite(traced.graph, traced.weights)
     planned = planned_kernels(traced.graph, TRACING.inductor_options, PROPERTIES)
     parts: list[Planned] = [[]]

@@ -9,6 +9,7 @@ from cb_rollout.compat.transformers import text_token_ids
 from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import simplify
 from cb_rollout.engine.attention.decode_cache import DecodeCache
+from cb_rollout.engine.attention.joined_products import replace_by_columns
 from cb_rollout.engine.attention.traced_forward import (
     Trace,
     Traceable,
@@ -17,6 +18,7 @@ from cb_rollout.engine.attention.traced_forward import (
     attend_to_new_token,
     example,
 )
+from cb_rollout.engine.attention.triton import backend
 from cb_rollout.engine.attention.triton.backend import join_products
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.engine.model.runner import ModelRunner
@@ -104,6 +106,35 @@ def test_products_are_joined_and_no_weight_is_cast_in_any_precision(precision, t
     copied = CopiedWeights(trained, precision, None)
     assert joined(copied.module, precision.autocast_dtype) == (9, 4)
     assert not CAST
+
+
+def columns_in_another_order(graph, layers, product):
+    replace_by_columns(graph, layers[::-1], product)
+
+
+FAULTS = {
+    "outputs are in another order": ("replace_by_columns", columns_in_another_order),
+    "weights are joined that lie apart": ("_follows", lambda before, after: True),
+    "biases are left out": ("_weights_of", lambda layer: [layer.weight]),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_join_with_a_fault_is_refused(fault, monkeypatch):
+    """The rewrite of the trace is compared with the model's own forward before it is used."""
+    model = tiny_model("llama", num_hidden_layers=1, attention_bias=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    if fault != "weights are joined that lie apart":
+        model = CopiedWeights(model, Precision(None, None), None).module
+    if fault is None:
+        assert joined(model)[1] > 0
+        return
+    monkeypatch.setattr(backend, *FAULTS[fault])
+    with pytest.raises((UntraceableError, RuntimeError)):
+        joined(model)
 
 
 def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):

@@ -184,6 +184,7 @@ FAULTS = {
         "SUM * num_parts, total * 2.0)\n\n\n",
     ),
     "top-k keeps one more": ("top_k.to(tl.float32), False", "top_k.to(tl.float32) + 1.0, False"),
+    "top-p is left out": ("mass * top_p, True", "mass, True"),
     "min-p is left out": (
         "tl.maximum(least, _number(lines, line_stride, row, MIN_P_LINE))",
         "least",
@@ -194,6 +195,7 @@ FAULTS = {
     ),
     "every draw has the same number": ("whole * _uniform(lines, line_stride, row)", "whole * 0.5"),
     "a token is sampled that never is": ("ids == tl.load(never + place)", "ids < 0"),
+    "a log-probability is not normalised": ("logprob -= _normalizer", "logprob -= 0 * _normalizer"),
     "the next draw has the same number": ("row, index + 1)", "row, index)"),
 }
 

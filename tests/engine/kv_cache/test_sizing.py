@@ -82,12 +82,15 @@ def test_256_continuations_of_long_histories_fit_two_gib_by_the_plan_and_the_sch
     assert gathered_bytes(num_gathered) <= plan.gathered_bytes < 2 * GIB
 
 
-@given(
-    is_packed=st.booleans(),
-    rows=st.lists(
-        st.tuples(st.integers(1, 20_000), st.integers(1, 20_000)), min_size=1, max_size=40
-    ),
+# Rows of few new tokens are scheduled together, whatever their history.
+LOADS = st.sampled_from([40, 20_000]).flatmap(
+    lambda most_new: st.lists(
+        st.tuples(st.integers(1, 20_000), st.integers(1, most_new)), min_size=1, max_size=40
+    )
 )
+
+
+@given(is_packed=st.booleans(), rows=LOADS)
 def test_no_prefill_gathers_more_than_is_planned(plan, is_packed, rows):
     _, num_gathered = scheduled(rows, is_packed)
     assert gathered_bytes(num_gathered) <= plan.gathered_bytes

@@ -47,25 +47,19 @@ def test_the_cause_of_a_fault_comes_first(settings, fault):
     assert bool(report) is (cause is Cause.ROUNDING)
 
 
+# Each takes every other fault, half a minute.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        ("gpt2", torch.float32),
-        ("qwen3_moe", torch.float32),
-        ("llama", torch.bfloat16),
-        ("gpt2", torch.bfloat16),
-        ("qwen3_moe", torch.bfloat16),
-    ],
+    ("family", "dtype", "first"), [("gpt2", torch.float32, 0), ("qwen3_moe", torch.bfloat16, 1)]
 )
-def test_causes_come_first_in_each_family_and_precision(settings, family, dtype):
+def test_causes_come_first_in_other_families_and_in_bfloat16(settings, family, dtype, first):
     setting = settings(family, dtype)
     missed = {}
-    for fault, cause, *_ in engines(setting):
-        _, report = audited(setting, fault)
+    for fault, cause, engine, arguments in list(engines(setting))[first::2]:
+        outputs = engine.sample(setting.prompts, NUM_NEW)
+        report = cb_rollout.audit(outputs, setting.model, **arguments)
         if report.cause is not cause:
             missed[fault] = report.sentence
-            assert cause is not Cause.ROUNDING, str(report)
     assert missed == {}
 
 
