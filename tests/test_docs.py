@@ -19,7 +19,6 @@ from tiny import byte_tokenizer, tiny_model
 
 import bench
 import cb_rollout
-import estimate_memory
 from cb_rollout import RolloutConfig, strategies
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
@@ -339,13 +338,6 @@ def test_the_page_of_errors_explains_the_common_ones():
 def test_the_page_of_a_task_is_short_and_in_the_index(page):
     assert len((ROOT / page).read_text().splitlines()) <= 120
     assert page in set(linked_files((ROOT / "docs/tasks.md").read_text(), "docs/tasks.md"))
-
-
-def test_the_memory_of_an_8b_model_is_what_the_script_prints(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["estimate_memory.py"])
-    estimate_memory.main()
-    (table,) = fenced("docs/tasks/one_gpu.md", "text")
-    assert capsys.readouterr().out.strip() == table
 
 
 def test_the_loop_of_a_task_trains():

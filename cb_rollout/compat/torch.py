@@ -4,7 +4,7 @@ import ctypes
 import inspect
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
@@ -329,3 +330,9 @@ def forward_numbers(module: torch.nn.Module) -> dict[str, float]:
         return {}
     numbers = vars(module).items()
     return {name: x for name, x in numbers if type(x) is float and "drop" not in name}
+
+
+def without_values() -> AbstractContextManager[None]:
+    """Give tensors shapes and no memory; modules compute shapes only (torch 2.11 to 2.13)."""
+    mode: Any = FakeTensorMode()
+    return mode

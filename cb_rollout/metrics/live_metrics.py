@@ -1,4 +1,4 @@
-"""Keep an engine's distributions, and render its metrics as Prometheus text (format 0.0.4).
+"""Keep an engine's distributions and timeline, and render its metrics as Prometheus text (0.0.4).
 
 Computes no other metric: `metrics.registry` defines them. Any thread may call this module.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
+from collections import deque
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cb_rollout.metrics import registry
 from cb_rollout.metrics.registry import (
@@ -20,9 +21,10 @@ from cb_rollout.metrics.registry import (
     Distribution,
     MetricKind,
 )
+from cb_rollout.metrics.run_records import SequenceTimes, Span
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from cb_rollout.engine.request import Request
     from cb_rollout.metrics.registry import EngineCounters, EngineStatus
@@ -30,6 +32,13 @@ if TYPE_CHECKING:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 PREFIX = "cb_rollout_"
+
+# Spans, and sequences, that a timeline keeps until they are taken; of more the newest.
+MAX_SPANS = 4096
+
+# Forwards of one kind are one span where less than `MAX_GAP_SECONDS` lies between them.
+FORWARDS = ("prefill", "decode")
+MAX_GAP_SECONDS = 0.005
 
 
 class Histogram:
@@ -52,32 +61,67 @@ class Histogram:
 
 
 class Durations:
-    """Keep the seconds of an engine's steps, sequences and calls in memory."""
+    """Keep the seconds of an engine's steps, sequences and calls in memory, and their order."""
 
     def __init__(self) -> None:
         self.histograms = {distribution: Histogram() for distribution in DISTRIBUTIONS}
+        self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._sequences: deque[SequenceTimes] = deque(maxlen=MAX_SPANS)
 
     def record(self, distribution: Distribution, seconds: float) -> None:
         self.histograms[distribution].record(seconds)
 
+    def record_since(self, distribution: Distribution, began: float) -> None:
+        """Record what began then, and ends now."""
+        name = distribution.name.removesuffix("_seconds").removesuffix("_step")
+        self.record(distribution, self.add_span(name, began))
+
+    def add_span(self, name: str, began: float, number: int = 1) -> float:
+        """Add what began then, and ends now, to the timeline; return its seconds."""
+        ended = time.perf_counter()
+        seconds = ended - began
+        last = self._spans[-1] if name in FORWARDS and self._spans else None
+        if last and last.name == name and began - last.ended < MAX_GAP_SECONDS:
+            total, number = last.seconds + seconds, last.number + number
+            self._spans[-1] = Span(name, last.began, ended, total, number)
+        else:
+            self._spans.append(Span(name, began, ended, seconds, number))
+        return seconds
+
+    def take_timeline(self) -> tuple[list[Span], list[SequenceTimes]]:
+        """Return what was added since the last call, by `time.time`, and forget it."""
+        shift = time.time() - time.perf_counter()
+
+        def moved(times: Iterable[float | None]) -> list[Any]:
+            return [None if t is None else round(t + shift, 6) for t in times]
+
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        ended = [self._sequences.popleft() for _ in range(len(self._sequences))]
+        return (
+            [Span._make([span.name, *moved(span[1:3]), *span[3:]]) for span in spans],
+            [SequenceTimes._make([name, *moved(times)]) for name, *times in ended],
+        )
+
     @contextmanager
     def timed(self, distribution: Distribution) -> Iterator[None]:
         """Record the time spent inside."""
-        started = time.perf_counter()
+        began = time.perf_counter()
         try:
             yield
         finally:
-            self.record(distribution, time.perf_counter() - started)
+            self.record_since(distribution, began)
 
     def record_ended(self, request: Request) -> None:
         """Record a sequence's seconds from submission to its end, in queue, prefill and decode."""
-        now = time.perf_counter()
-        self.record(registry.REQUEST, now - request.created_time)
-        if request.admitted_time is not None:
-            self.record(registry.QUEUE, request.admitted_time - request.created_time)
-        if request.admitted_time is not None and request.first_token_time is not None:
-            self.record(registry.PREFILL, request.first_token_time - request.admitted_time)
-            self.record(registry.DECODE, now - request.first_token_time)
+        now, first = time.perf_counter(), request.first_token_time
+        created, admitted = request.created_time, request.admitted_time
+        self._sequences.append(SequenceTimes(request.request_id, created, admitted, first, now))
+        self.record(registry.REQUEST, now - created)
+        if admitted is not None:
+            self.record(registry.QUEUE, admitted - created)
+            if first is not None:
+                self.record(registry.PREFILL, first - admitted)
+                self.record(registry.DECODE, now - first)
 
 
 def exposition(counters: EngineCounters, status: EngineStatus, durations: Durations) -> str:

@@ -62,6 +62,29 @@ class TokenRow(NamedTuple):
     mask: int | None = None
 
 
+class Span(NamedTuple):
+    """A part of a run's time, in seconds by `time.perf_counter`; in records by `time.time`."""
+
+    name: str
+    began: float
+    ended: float
+    seconds: float
+    """Time of its forwards, without what lies between them; else from its begin to its end."""
+    number: int
+    """Its forwards; of an optimizer step its number."""
+
+
+class SequenceTimes(NamedTuple):
+    """The life of a sequence, by the clock of the spans."""
+
+    request_id: str
+    created: float
+    admitted: float | None
+    """None: it ended in the queue."""
+    first_token: float | None
+    ended: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
     """Metrics of one training or evaluation step."""
@@ -75,6 +98,10 @@ class StepMetrics:
     """Sampled tokens of each completion of the step; empty when the step sampled nothing."""
     group_rewards: list[list[float]] = field(default_factory=list)
     """Rewards of each group's completions, NaN where there is none; empty: not recorded."""
+    spans: list[Span] = field(default_factory=list)
+    """What the main process did since the last record, by its end; empty: not recorded."""
+    sequences: list[SequenceTimes] = field(default_factory=list)
+    """Sequences that ended since then, recorded token by token or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +338,8 @@ def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
         scalars={name: float(v) for name, v in row["scalars"].items() if v is not None},
         completion_lengths=list(map(int, row["completion_lengths"])),
         group_rewards=[_numbers(group) for group in row.get("group_rewards", ())],
+        spans=[Span(*span) for span in row.get("spans", ())],
+        sequences=[SequenceTimes(*times) for times in row.get("sequences", ())],
     )
 
 

@@ -68,6 +68,23 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         ) from error
 
 
+def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
+    """Create the model of a checkpoint's config alone, in bfloat16 and `without_values`.
+
+    Returns it, and the dtype that the checkpoint was saved in. `ConfigurationError`: there is no
+    config of such a model.
+    """
+    _require_directory(name)
+    with _loading("causal language model", name, "pass the directory of its config.json"):
+        config = AutoConfig.from_pretrained(name)
+        reads = reads_images(config)
+        model_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
+        # Creating the model writes its dtype into the config.
+        saved_dtype: Any = config.dtype or torch.float32
+        model: Any = model_class.from_config(config, dtype=torch.bfloat16)
+    return model.eval(), saved_dtype
+
+
 def load_tokenizer(name: str) -> Any:
     """Load a checkpoint's tokenizer, or raise `ConfigurationError`.
 

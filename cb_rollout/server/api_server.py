@@ -185,13 +185,14 @@ def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
     @app.post("/update_weights")
     async def update_weights(body: protocol.UpdateRequest) -> Response:
         """Receive tensors of the update, or with `weight_dir` alone the whole of one."""
+        updates = weights()
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir.", "update_info")
         if body.weight_dir is not None:
             info = protocol.FileUpdate(weight_dir=body.weight_dir)
-            return _Json({"status": "ok", **await weights().replace(info)})
+            return _Json({"status": "ok", **await updates.replace(info)})
         assert body.update_info is not None
-        count = await weights().add(body.update_info, body.update_id)
+        count = await updates.add(body.update_info, body.update_id)
         return _Json({"message": "Weights updated", "num_tensors": count})
 
     @app.post("/finish_weight_update")

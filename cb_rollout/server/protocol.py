@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 
@@ -180,7 +180,7 @@ class Message(Strict):
     """A message of a chat; this server's answers are accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[Part] | None = None
+    content: str | Items[Part] | None = Field(default=None, validate_default=True)
     name: str | None = None
     tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -189,6 +189,13 @@ class Message(Strict):
     annotations: None = None
     audio: None = None
     function_call: None = None
+
+    @field_validator("content")
+    @classmethod
+    def _require_content(cls, content: Any, info: Any) -> Any:
+        if content is None and info.data.get("role", "assistant") != "assistant":
+            raise ValueError("a message of this role needs content")
+        return content
 
 
 class FunctionDefinition(Strict):

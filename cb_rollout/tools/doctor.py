@@ -25,14 +25,31 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.cuda_graphs.selection import graph_obstacle
 from cb_rollout.engine.kv_cache.layout import CacheLayout
+from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, workspace_bytes_per_request
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import GIB
+from cb_rollout.engine.memory.plan import (
+    GIB,
+    MemoryModel,
+    MemoryPlan,
+    Part,
+    TrainingBytes,
+    create_memory_plan,
+)
 from cb_rollout.engine.memory.system import NO_LIMIT, container_memory
+from cb_rollout.engine.memory.training import optimizer_state_bytes
+from cb_rollout.engine.model.probe import probe
 from cb_rollout.engine.model.runner import BatchLayout
+from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.logprobs import loss_path
-from cb_rollout.rollout.checkpoint import load_model, load_processor, load_tokenizer, torch_device
+from cb_rollout.rollout.checkpoint import (
+    load_model,
+    load_processor,
+    load_tokenizer,
+    shape_of_model,
+    torch_device,
+)
 from cb_rollout.rollout.generator import RolloutGenerator
 
 # The longest name of a finding, and a space.
@@ -59,6 +76,13 @@ SEQUENCES_EACH = 2
 
 # Width and height of the picture, in pixels.
 PICTURE = (64, 48)
+
+# Of a GPU that is not here: what its driver and libraries take, assumed.
+DRIVER_GIB = 2
+
+# Tensors of a layer that its backward pass reads, as multiples of the hidden size and of the
+# intermediate size: inputs of norms and products, queries, keys and values, the MLP's parts.
+SAVED_HIDDEN, SAVED_INTERMEDIATE = 14, 4
 
 
 class Level(IntEnum):
@@ -169,7 +193,7 @@ def _device(target: torch.device) -> Iterator[Finding]:
 
 
 def checkpoint_findings(
-    name: str, *, dtype: str = "auto", device: str = "auto", max_memory_percent: float = 0.8
+    name: str, dtype: str = "auto", max_memory_percent: float = 0.8, *, device: str = "auto"
 ) -> Iterator[Finding]:
     """Load a checkpoint, probe it, generate a few tokens, and yield the findings.
 
@@ -300,3 +324,90 @@ def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> F
     if is_close:
         return _ok("images", f"run: {text}")
     return Finding(Level.WARNING, "images", f"do not run: {text}; use model.generate for them")
+
+
+def computed_findings(
+    name: str, gpu_gib: float, lora_rank: int, loss_tokens: int, dtype: str, percent: float
+) -> Iterator[Finding]:
+    """Yield the memory of a step of GRPO or RLOO on a GPU that need not be here.
+
+    It is computed from a checkpoint's config alone: nothing is measured. Weights of `dtype`
+    ("auto": the checkpoint's) are trained by AdamW, those of float32 under bfloat16 autocast; with
+    a `lora_rank` adapters on all linear layers but the head. `loss_tokens` are a micro-batch's,
+    each prompt once; `percent` is the cache's share of what training leaves.
+    """
+    yield _ok("computed, not measured", f"{name} on a GPU of {gpu_gib:g} GiB")
+    try:
+        with torch_compat.without_values(), torch.no_grad():
+            model, saved_dtype = shape_of_model(name)
+            argument = hf_compat.cache_argument(model) or "past_key_values"
+            layout = probe(model.config, lambda ids, cache: model(ids, **{argument: cache}))
+        held = saved_dtype if dtype == "auto" else getattr(torch, dtype)
+        rows, plan = _memory_rows(model, layout, gpu_gib, lora_rank, held, percent)
+    except Exception as error:  # noqa: BLE001  a model may raise anything
+        text = f"its config does not say enough ({error_text(error)}); run doctor on the GPU"
+        yield Finding(Level.BAD, "model", str(error) if isinstance(error, RolloutError) else text)
+        return
+    # One input of each checkpointed layer, and all of one layer, which is computed again.
+    config = model.config.get_text_config(decoder=True)
+    elements = (config.num_hidden_layers + SAVED_HIDDEN) * config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    size = loss_tokens * (elements + SAVED_INTERMEDIATE * inner) * torch.bfloat16.itemsize
+    rows.append(Part("activations", size, f"{loss_tokens:,} tokens, an estimate"))
+    yield from (_ok(x.name, f"{x.num_bytes / GIB:.2f} GiB, {x.note}") for x in rows if x.num_bytes)
+    for name, parts in (("in a rollout", rows[:9]), ("in the loss", rows[:6] + rows[9:])):
+        size = sum(part.num_bytes for part in parts) / GIB
+        fits = size <= gpu_gib and plan.has_room
+        text = f"{gpu_gib - size:.1f} GiB left" if fits else "does not fit: docs/tasks/one_gpu.md"
+        yield Finding(Level.OK if fits else Level.BAD, name, f"{size:.2f} GiB, {text}")
+
+
+def _memory_rows(
+    model: PreTrainedModel,
+    layout: CacheLayout,
+    gpu_gib: float,
+    lora_rank: int,
+    held: torch.dtype,
+    percent: float,
+) -> tuple[list[Part], MemoryPlan]:
+    computing = torch.bfloat16 if held == torch.float32 else held
+    head, num, cuda = model.get_output_embeddings(), model.num_parameters(), torch.device("cuda")
+    linear = [x for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not head]
+    num_adapters = sum(lora_rank * (x.in_features + x.out_features) for x in linear)
+    base, adapters = num * held.itemsize, num_adapters * torch.float32.itemsize
+    num_trained, gradients = (num_adapters, adapters) if lora_rank else (num, base)
+    states = optimizer_state_bytes("adamw", {}, num_trained, gradients)
+    free, copy = int((gpu_gib - DRIVER_GIB) * GIB) - base - adapters, num * computing.itemsize
+    # As `cb_rollout.weights` decides: a copy that casts nothing must leave room.
+    leaves_room = devices.FREE_PER_COPY * copy <= free - gradients - states
+    copy *= held != computing or (lora_rank > 0 and leaves_room)
+    num_heads = hf_compat.num_query_heads(model)
+    plan = create_memory_plan(
+        MemoryModel(
+            total_bytes=max(0, free - copy),
+            free_bytes=max(0, free - copy),
+            training=TrainingBytes(gradients_to_come=gradients, optimizer_states_to_come=states),
+            max_memory_percent=percent,
+            block_size=RolloutConfig.block_size,
+            max_requests=devices.max_requests_per_batch(cuda),
+            max_batch_tokens=devices.max_batch_tokens(cuda),
+            bytes_per_token=layout.bytes_per_token,
+            bytes_per_sequence=layout.bytes_per_sequence,
+            workspace_bytes_per_request=workspace_bytes_per_request(hf_compat.vocab_size(model)),
+            gathered_bytes_per_token=gathered_bytes_per_token(layout, num_heads, computing),
+            history_factor=1 if layout.is_recurrent else MAX_GATHER_RATIO,
+            max_sequence_tokens=hf_compat.max_positions(model),
+        )
+    )
+    cached = f"{plan.num_blocks * plan.block_size:,} tokens of {plan.bytes_per_token:,} B"
+    return [
+        Part("driver and libraries", DRIVER_GIB * GIB, "assumed"),
+        Part("weights", base, f"{num:,} in {held}"),
+        Part("adapters", adapters, f"{num_adapters:,} in float32, rank {lora_rank}"),
+        Part("gradients", gradients, f"of {num_trained:,}"),
+        Part("AdamW states", states, f"of {num_trained:,}"),
+        Part("engine's copy", copy, f"{computing}{', adapters merged' * bool(lora_rank)}"),
+        Part("forward workspace", plan.forward_bytes, f"{plan.max_requests} rows of logits; keys"),
+        Part("states of sequences", plan.state_bytes, f"{plan.num_slots:,} sequences"),
+        Part("KV cache at most", plan.kv_bytes, cached),
+    ], plan

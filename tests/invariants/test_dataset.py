@@ -340,6 +340,9 @@ def test_without_a_length_rows_get_512_new_tokens_or_what_still_fits(tmp_path):
     assert found == {"4": 512, "514": 6, "517": 3}
     asked = generate(small, jsonl, tmp_path / "asked.jsonl", **{**options, "max_new_tokens": 512})
     assert asked.num_failed == 2, "what was asked for is not cut"
+    options["max_new_tokens"] = 520
+    with pytest.raises(ConfigurationError, match=r"=520 leaves no room .* 520 tokens"):
+        generate(small, jsonl, tmp_path / "long.jsonl", **options)
 
 
 def test_failed_sequences_are_generated_again_once_their_lines_are_gone(model, jsonl, tmp_path):

@@ -12,6 +12,8 @@ from cb_rollout.metrics.run_records import (
     ROLLOUTS_FILE,
     RunRecorder,
     SequenceRecord,
+    SequenceTimes,
+    Span,
     StepMetrics,
     TokenRow,
     chosen_run,
@@ -32,6 +34,10 @@ step_metrics = st.builds(
     mode=modes,
     scalars=st.dictionaries(texts, numbers),
     completion_lengths=st.lists(st.integers(min_value=0)),
+    spans=st.lists(st.builds(Span, texts, numbers, numbers, numbers, st.integers())),
+    sequences=st.lists(
+        st.builds(SequenceTimes, texts, numbers, st.none() | numbers, st.none() | numbers, numbers)
+    ),
 )
 
 
@@ -106,6 +112,8 @@ def test_a_scalar_that_is_not_finite_is_null_on_disk_and_absent_when_read(tmp_pa
         "scalars": {"a": None, "b": 2.0},
         "completion_lengths": [],
         "group_rewards": [],
+        "spans": [],
+        "sequences": [],
     }
     assert read_metrics(tmp_path) == [StepMetrics(1, "train", {"b": 2.0}, [])]
 

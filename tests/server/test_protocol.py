@@ -83,6 +83,18 @@ def test_prompts_are_counted_before_the_first_is_encoded(post):
     refused(post("/v1/completions", prompt=["a", "b"], n=3), "6 sequences")
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_message_without_content_is_refused(post, role, content):
+    messages = [USER, {"role": role, **content}]
+    answer = post("/v1/chat/completions", messages=messages)
+    assert refused(answer, "messages.1.content: ")["param"] == "messages"
+    refused(answer, "a message of this role needs content")
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    taken = [USER, {"role": "assistant", "tool_calls": [call]}, USER]
+    CHAT.model_validate({"messages": taken})
+
+
 def test_a_long_stop_string_is_refused(post):
     for path, more in (
         ("/v1/completions", {"prompt": [5]}),

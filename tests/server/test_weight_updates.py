@@ -480,6 +480,7 @@ def test_weights_are_refused_where_they_are_not_allowed():
             ("/init_weight_transfer_engine", {"init_info": {}}),
             ("/start_weight_update", None),
             ("/update_weights", {"weight_dir": "/"}),
+            ("/update_weights", {}),
             ("/finish_weight_update", None),
         ]:
             answer = httpx.post(f"{server.url}{path}", json=body)

@@ -207,3 +207,84 @@ def test_the_findings_are_json_too(checkpoints, capsys):
         "findings"
     ]
     assert printed["findings"][-1]["level"] == "bad"
+
+
+QWEN3_8B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": False, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def qwen3_8b(tmp_path):
+    """Write a folder that holds the shape of Qwen3-8B alone: no weights, no tokenizer."""
+    (tmp_path / "Qwen3-8B").mkdir()
+    (tmp_path / "Qwen3-8B" / "config.json").write_text(json.dumps(QWEN3_8B))
+    return tmp_path / "Qwen3-8B"
+
+
+def planned(capsys, folder, *options):
+    """Return the exit code of a plan, its parts in GiB, and their notes."""
+    code = main(["doctor", "--model", str(folder), *options])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " GiB, " in line]
+    rows = {line[2:28].strip(): line[29:].split(" GiB, ", 1) for line in lines}
+    return (
+        code,
+        {n: float(x) for n, (x, _) in rows.items()},
+        {n: note for n, (_, note) in rows.items()},
+    )
+
+
+def test_a_step_is_planned_from_a_config_alone(qwen3_8b, capsys):
+    options = ("--gpu-gib", "80", "--trainer", "grpo", "--max-memory-percent", "0.4")
+    code, parts, notes = planned(capsys, qwen3_8b, *options, "--lora", "16")
+    assert code == 0
+    assert notes["weights"] == "8,190,735,360 in torch.bfloat16"
+    assert notes["adapters"] == "43,646,976 in float32, rank 16"
+    # 2 x layers x key heads x head dimension x bytes.
+    assert notes["KV cache at most"].endswith(f"{2 * 36 * 8 * 128 * 2:,} B")
+    always = ["driver and libraries", "weights", "adapters", "gradients", "AdamW states"]
+    held = sum(parts[name] for name in [*always, "engine's copy"])
+    rollout = held + parts["forward workspace"] + parts["KV cache at most"]
+    assert parts["in a rollout"] == pytest.approx(rollout, abs=0.05)
+    assert parts["in the loss"] == pytest.approx(held + parts["activations"], abs=0.05)
+    assert notes["in the loss"] == f"{80 - parts['in the loss']:.1f} GiB left"
+    # All weights: as many gradients, twice as many states, and no copy.
+    code, parts, notes = planned(capsys, qwen3_8b, *options)
+    assert (code, notes["in the loss"]) == (0, f"{80 - parts['in the loss']:.1f} GiB left")
+    assert parts["AdamW states"] == pytest.approx(2 * parts["weights"], abs=0.02)
+    assert "engine's copy" not in parts
+    code, parts, notes = planned(capsys, qwen3_8b, *options, "--dtype", "float32")
+    assert (code, notes["in the loss"]) == (1, "does not fit: docs/tasks/one_gpu.md")
+    assert parts["engine's copy"] == pytest.approx(parts["weights"] / 2, abs=0.01)
+
+
+def test_a_plan_has_what_the_engine_would_keep_of_each_architecture(checkpoints, capsys):
+    for family in ("qwen3", "qwen3_5_text"):
+        model = load_model(str(checkpoints / family))
+        with doctor.RolloutGenerator(model, doctor.RolloutConfig(num_blocks=4)) as generator:
+            layout = generator.manager.engine.layout
+        code, _, notes = planned(capsys, checkpoints / family, "--gpu-gib", "4")
+        assert code == 0
+        assert notes["weights"] == f"{model.num_parameters():,} in torch.float32"
+        # The engine's copy of float32 weights computes in bfloat16.
+        assert notes["KV cache at most"].endswith(f" {layout.bytes_per_token // 2:,} B")
+        assert ("states of sequences" in notes) == layout.is_recurrent
+
+
+def test_what_cannot_be_planned_says_why(checkpoints, capsys):
+    assert main(["doctor", "--gpu-gib", "80"]) == 2
+    assert "--gpu-gib takes a --model" in capsys.readouterr().err
+    for name, why in (("empty", "has no config.json"), ("t5", "causal language model")):
+        assert main(["doctor", str(checkpoints / name), "--gpu-gib", "80"]) == 1
+        assert why in capsys.readouterr().out
+
+
+def test_the_plan_of_an_8b_model_is_what_its_page_shows(qwen3_8b, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "tasks" / "one_gpu.md").read_text()
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    options = ("--gpu-gib", "80", "--trainer", "grpo", "--lora", "16")
+    assert main(["doctor", "--model", str(qwen3_8b), *options, "--max-memory-percent", "0.4"]) == 0
+    printed = capsys.readouterr().out.replace(str(qwen3_8b), "Qwen/Qwen3-8B").splitlines()
+    assert [line.strip() for line in shown] == [line.strip() for line in printed]

@@ -321,7 +321,7 @@ class EngineLoop:
             touched = self.engine.step()
             is_prefill = self.engine.counters.prefill_forwards > num_prefills
             kind = PREFILL_STEP if is_prefill else DECODE_STEP
-            self.durations.record(kind, time.perf_counter() - started)
+            self.durations.record_since(kind, started)
             if self._lockstep is not None:
                 self._lockstep.record(touched)
             self._deliver(touched)

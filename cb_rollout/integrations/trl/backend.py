@@ -24,6 +24,7 @@ from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
 from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
+from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
@@ -187,6 +188,9 @@ class GenerationBackend(TrainerCallback):
         self._seconds_this_step = 0.0
         self._loss_began: float | None = None
         self._loss_seconds = 0.0
+        # A pool's engines run elsewhere, by other clocks.
+        pooled = isinstance(generator, PooledGenerator)
+        self._durations = Durations() if pooled else generator.manager.durations
 
     @property
     def _mode(self) -> Any:
@@ -372,7 +376,7 @@ class GenerationBackend(TrainerCallback):
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         if self._loss_began is not None:
-            self._loss_seconds += time.perf_counter() - self._loss_began
+            self._loss_seconds += self._durations.add_span("loss", self._loss_began)
         self._loss_began = None
 
     # The last micro-batch of a step has no substep.
@@ -386,7 +390,7 @@ class GenerationBackend(TrainerCallback):
         number = self.generator.manager.input_processor.num_sequences
         saved: Any = state.stateful_callbacks
         saved[DRAWS] = {"args": {}, "attributes": {"num_sequences": number}}
-        seconds = time.perf_counter() - self._step_began
+        seconds = self._durations.add_span("step", self._step_began, state.global_step)
         metrics = {"rollout/step_share": min(1.0, self._seconds_this_step / seconds)}
         if self._loss_seconds:
             metrics["rollout/loss_seconds"] = self._loss_seconds
@@ -397,7 +401,7 @@ class GenerationBackend(TrainerCallback):
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
         if self.records is not None:
-            self.records.write_log(state.global_step, logs or {})
+            self.records.write_log(state.global_step, logs or {}, self._durations)
 
 
 def _with_images(prompts: list[list[int]], images: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ import torch
 
 from cb_rollout.compat.multimodal import image_token_ids, is_processor
 from cb_rollout.integrations.trl.loss_rows import LossRow
+from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
 
 # Of a prompt's pictures: the first ones, made small, so that a run's records stay small too.
@@ -105,8 +106,9 @@ class TrainerRecords:
         self._recorder.record_sequence(record)
         self._untabled.append(record)
 
-    def write_log(self, step: int, logs: dict[str, Any]) -> None:
+    def write_log(self, step: int, logs: dict[str, Any], durations: Durations) -> None:
         """Record the trainer's log, and send the token table if the trainer reports to wandb."""
+        spans, sequences = durations.take_timeline()
         is_eval = any(name.startswith("eval_") for name in logs)
         self._recorder.record_metrics(
             StepMetrics(
@@ -115,6 +117,8 @@ class TrainerRecords:
                 scalars={k: float(v) for k, v in logs.items() if isinstance(v, int | float)},
                 completion_lengths=[] if is_eval else self._completion_lengths,
                 group_rewards=[] if is_eval else self._group_rewards,
+                spans=spans,
+                sequences=sequences,
             )
         )
         if not is_eval:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.cli.command import EXIT_PARTLY, add_json, write_json
 
 VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")
@@ -17,11 +18,20 @@ def add_doctor(commands: Any) -> None:
         help="check this machine, and a checkpoint",
         description="Check what a rollout needs: versions, device, memory; with MODEL also what "
         "its layers keep, how much memory they get, which paths they run by, and that it generates "
-        "what its own forward says. Exit code 1: not usable, and why.",
+        "what its own forward says. With --gpu-gib, the memory of a GPU that need not be here is "
+        "computed from the config of MODEL alone. Exit code 1: not usable, and why.",
     )
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a checkpoint's directory or hub name"
-    )
+    text = "a checkpoint's directory or hub name"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same")
+    text = "plan a step on a GPU of so much memory"
+    parser.add_argument("--gpu-gib", type=float, metavar="N", help=text)
+    text = "the trainer of that step (grpo)"
+    parser.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo", help=text)
+    text = "of the adapters that it trains; 0: it trains all weights (0)"
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help=text)
+    text = "of its micro-batch, each prompt once (17184: 4 prompts of 200, 32 answers of 512)"
+    parser.add_argument("--loss-tokens", type=int, default=17_184, metavar="N", help=text)
     parser.add_argument("--dtype", default="auto", help="of the weights (auto: the checkpoint's)")
     parser.add_argument("--device", default="auto", help="auto: a GPU where there is one")
     parser.add_argument(
@@ -36,13 +46,21 @@ def add_doctor(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
     # Imported late: torch and transformers take seconds to load.
-    from cb_rollout.tools.doctor import Level, checkpoint_findings, machine_findings
+    from cb_rollout.tools import doctor
+    from cb_rollout.tools.doctor import Level
 
-    worst, rows, findings = Level.OK, [], machine_findings(arguments.device)
-    if arguments.model is not None:
-        options = ("dtype", "device", "max_memory_percent")
-        given = {name: getattr(arguments, name) for name in options}
-        findings = chain(findings, checkpoint_findings(arguments.model, **given))
+    worst, rows, model = Level.OK, [], arguments.model or arguments.named_model
+    given = arguments.dtype, arguments.max_memory_percent
+    if arguments.gpu_gib is not None:
+        if model is None or min(arguments.lora, arguments.loss_tokens) < 0:
+            raise ConfigurationError("--gpu-gib takes a --model, and no number below 0.")
+        sizes = arguments.gpu_gib, arguments.lora, arguments.loss_tokens
+        findings = doctor.computed_findings(model, *sizes, *given)
+    else:
+        findings = doctor.machine_findings(arguments.device)
+        if model is not None:
+            more = doctor.checkpoint_findings(model, *given, device=arguments.device)
+            findings = chain(findings, more)
     for finding in findings:
         worst = max(worst, finding.level)
         if arguments.is_json:

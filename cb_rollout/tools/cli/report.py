@@ -1,4 +1,4 @@
-"""`cb-rollout report` and `watch`: write the HTML report of a run or two, or serve it."""
+"""`cb-rollout report` and `watch`: write the report of a run or two, or a trace; or serve it."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Any
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import list_runs
 from cb_rollout.tools.cli.command import add_json, write_json
-from cb_rollout.tools.report import write_comparison, write_report
+from cb_rollout.tools.report import write_comparison, write_report, write_trace
 from cb_rollout.tools.report.live import LiveReport
 
 
@@ -18,7 +18,8 @@ def add_report(commands: Any) -> None:
         "report",
         help="write a run's report.html",
         description="Write report.html about a run, from the records it left, beside them; or "
-        "comparison.html about two, beside those of the first.",
+        "comparison.html about two, beside those of the first. With --trace, write only when the "
+        "parts of the run's steps happened, for ui.perfetto.dev or chrome://tracing.",
     )
     parser.add_argument(
         "run_dir",
@@ -41,6 +42,9 @@ def add_report(commands: Any) -> None:
         help="one of the runs of RUN_DIR (the last); once for each RUN_DIR, in their order",
     )
     parser.add_argument("--list", action="store_true", help="list the runs of RUN_DIR")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write a trace (JSON) of one run instead"
+    )
     add_json(parser)
     parser.set_run(_run)
 
@@ -60,7 +64,12 @@ def _run(arguments: argparse.Namespace) -> int:
             f"--run is given {len(run_ids)} times for {num_dirs} RUN_DIR; give one for each."
         )
     first, second, *_ = [*run_ids, None, None]
-    if other is None:
+    if arguments.trace is not None:
+        if other is not None:
+            raise ConfigurationError("--trace is of one RUN_DIR; give one.")
+        path = arguments.trace
+        write_trace(run_dir, path, first)
+    elif other is None:
         path = write_report(run_dir, first)
     else:
         path = write_comparison(run_dir, other, (first, second))

@@ -274,6 +274,12 @@ def _create_manager(
             f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
             "equal; set a temperature above 0, or generation_config='none'."
         )
+    longest = manager.limits.max_positions
+    if longest is not None and (params.max_new_tokens or 0) >= longest:
+        raise ConfigurationError(
+            f"max_new_tokens={params.max_new_tokens} leaves no room for a prompt: the model takes "
+            f"{longest} tokens of one sequence; lower it."
+        )
     return manager, params
 
 

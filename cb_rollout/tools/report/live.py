@@ -49,7 +49,7 @@ class LiveReport(ThreadingHTTPServer):
                     self._state = state
                 page = self._page
             except (ConfigurationError, OSError) as error:
-                page = html_page("waiting", f"<p>{visible_html(str(error))}</p>")
+                page = html_page("waiting", f"<h1>Waiting</h1><p>{visible_html(str(error))}</p>")
         refresh = f'<meta http-equiv="refresh" content="{self._refresh_seconds}">'
         return page.replace("<head>", f"<head>\n{refresh}", 1)
 
