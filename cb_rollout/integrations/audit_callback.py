@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.patching import replacing
+from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.audit.drift_audit import MAX_SEQUENCES, MAX_TOKENS, audit_drift
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from cb_rollout.rollout.audit.report import AuditReport
 
 SCORING = "_generate_and_score_completions"
+
+KEPT_VERSIONS = ("the first rollout", "the rollout before")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,7 +44,9 @@ class audit_callback(TrainerCallback):
     not audited.
 
     Raises:
-        ConfigurationError: the trainer does not score rollouts as TRL 1.16, or shards its model.
+        ConfigurationError: the trainer does not score rollouts as TRL 1.16, or shards or splits its
+            model.
+        InvalidRequestError: its truncation or penalties cannot be read.
     """
 
     trainer: Any = field(kw_only=False)
@@ -57,18 +62,29 @@ class audit_callback(TrainerCallback):
     """The last audit's; None: there was none."""
 
     def __post_init__(self) -> None:
-        trainer, self._due_step, self._installed = self.trainer, 0, ExitStack()
-        is_sharded = shards_models(trainer.accelerator) if hasattr(trainer, SCORING) else True
+        trainer, self._installed, self.versions = self.trainer, ExitStack(), {**self.versions}
+        is_sharded = not hasattr(trainer, SCORING) or shards_models(trainer.accelerator)
+        is_sharded = is_sharded or tensor_parallel_group(unwrap(trainer.model)) is not None
         if is_sharded or self.every_steps < 1:
             raise ConfigurationError(
                 f"audit_callback(every_steps={self.every_steps}) takes steps from 1, and a GRPO or "
                 f"RLOO trainer of trl 1.16 with a whole model; {type(trainer).__name__} is another "
-                "or shards it (FSDP, ZeRO-3): take cb-rollout audit for a checkpoint."
+                "or shards or splits it (FSDP, ZeRO-3, tensor parallelism): take cb-rollout audit "
+                "for a checkpoint."
             )
+
+        given = trainer.args.generation_kwargs or {}
+        pairs = [(name, given.get(name, getattr(trainer, name, None))) for name in CAUSES]
+        # vLLM's -1 is off.
+        known = {n: v for n, v in pairs if v is not None and (n, v) != ("top_k", -1)}
+        self._params = SamplingParams(**known)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Replace the method that scores rollouts."""
         self._installed.close()
+        self._due_step = 0
+        for name in KEPT_VERSIONS if self.keep_versions else ():
+            self.versions.pop(name, None)
         trainer, score = self.trainer, getattr(self.trainer, SCORING)
 
         def scored(inputs: Any) -> Any:
@@ -80,8 +96,9 @@ class audit_callback(TrainerCallback):
                 if self.keep_versions:
                     named = trainer.model.named_parameters()
                     own = {n: p.detach().to("cpu", copy=True) for n, p in named if p.requires_grad}
-                    self.versions.setdefault("the first rollout", own)
-                    self.versions["the rollout before"] = own
+                    first, before = KEPT_VERSIONS
+                    self.versions.setdefault(first, own)
+                    self.versions[before] = own
             return batch
 
         self._installed.enter_context(replacing([(trainer, SCORING, scored)]))
@@ -93,16 +110,12 @@ class audit_callback(TrainerCallback):
     def _audit(self, batch: Mapping[str, Any], step: int) -> None:
         """Audit a rollout; the trainer counts `step` once it is done."""
         trainer = self.trainer
-        given = trainer.args.generation_kwargs or {}
-        pairs = [(name, given.get(name, getattr(trainer, name, None))) for name in CAUSES]
-        # vLLM's -1 is off.
-        known = {n: v for n, v in pairs if v is not None and (n, v) != ("top_k", -1)}
         outputs = _outputs(batch, trainer.temperature)
         report = audit_drift(
             outputs[:: -(-len(outputs) // MAX_SEQUENCES) or 1],
             trainer,
             versions=self.versions,
-            sampling_params=SamplingParams(**known),
+            sampling_params=self._params,
         )
         if report is not None:
             self.report = report

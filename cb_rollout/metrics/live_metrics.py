@@ -67,6 +67,8 @@ class Durations:
         self.histograms = {distribution: Histogram() for distribution in DISTRIBUTIONS}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._sequences: deque[SequenceTimes] = deque(maxlen=MAX_SPANS)
+        # The engine's thread adds to them, and the trainer's takes them.
+        self._timeline_lock = threading.Lock()
 
     def record(self, distribution: Distribution, seconds: float) -> None:
         self.histograms[distribution].record(seconds)
@@ -80,12 +82,13 @@ class Durations:
         """Add what began then, and ends now, to the timeline; return its seconds."""
         ended = time.perf_counter()
         seconds = ended - began
-        last = self._spans[-1] if name in FORWARDS and self._spans else None
-        if last and last.name == name and began - last.ended < MAX_GAP_SECONDS:
-            total, number = last.seconds + seconds, last.number + number
-            self._spans[-1] = Span(name, last.began, ended, total, number)
-        else:
-            self._spans.append(Span(name, began, ended, seconds, number))
+        with self._timeline_lock:
+            last = self._spans[-1] if name in FORWARDS and self._spans else None
+            if last and last.name == name and began - last.ended < MAX_GAP_SECONDS:
+                total, number = last.seconds + seconds, last.number + number
+                self._spans[-1] = Span(name, last.began, ended, total, number)
+            else:
+                self._spans.append(Span(name, began, ended, seconds, number))
         return seconds
 
     def take_timeline(self) -> tuple[list[Span], list[SequenceTimes]]:
@@ -95,8 +98,10 @@ class Durations:
         def moved(times: Iterable[float | None]) -> list[Any]:
             return [None if t is None else round(t + shift, 6) for t in times]
 
-        spans = [self._spans.popleft() for _ in range(len(self._spans))]
-        ended = [self._sequences.popleft() for _ in range(len(self._sequences))]
+        with self._timeline_lock:
+            spans, ended = [*self._spans], [*self._sequences]
+            self._spans.clear()
+            self._sequences.clear()
         return (
             [Span._make([span.name, *moved(span[1:3]), *span[3:]]) for span in spans],
             [SequenceTimes._make([name, *moved(times)]) for name, *times in ended],
@@ -115,7 +120,8 @@ class Durations:
         """Record a sequence's seconds from submission to its end, in queue, prefill and decode."""
         now, first = time.perf_counter(), request.first_token_time
         created, admitted = request.created_time, request.admitted_time
-        self._sequences.append(SequenceTimes(request.request_id, created, admitted, first, now))
+        with self._timeline_lock:
+            self._sequences.append(SequenceTimes(request.request_id, created, admitted, first, now))
         self.record(registry.REQUEST, now - created)
         if admitted is not None:
             self.record(registry.QUEUE, admitted - created)

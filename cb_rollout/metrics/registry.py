@@ -180,7 +180,7 @@ METRICS = (
            "Tokens that went through the model in one forward of the loss, padding included.",
            "Far above loss_tokens_useful: set loss_forward='packed'.", SPEED),
     Metric("rollout/loss_tokens_useful", "tokens",
-           "Tokens that this forward needed: all of its rows, and what rows begin with once.",
+           "Tokens that the scores need: completions without the last, each common prefix once.",
            "As loss_tokens_computed.", SPEED),
     Metric("rollout/prompts_shared", "sequences",
            "Completions whose prompt the loss computed for another one of the batch.",

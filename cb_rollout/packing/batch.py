@@ -9,6 +9,7 @@ N: tokens of a packed batch, R: completion tokens of its rows, K: those of R wit
 own, B: rows, S: longest row, T: tokens of a row, A: axes of positions.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -116,7 +117,7 @@ class PackedRow(NamedTuple):
         """
         keys: list[Any] = [*self.prompt_ids, *self.completion_ids[:-1]]
         if self.routes is not None:
-            routes = (of_token.tobytes() for of_token in self.routes[: len(keys)])
+            routes = (_digest(of_token.tobytes()) for of_token in self.routes[: len(keys)])
             keys = list(zip_longest(keys, routes, fillvalue=b""))
         digest = self.images.images.digest if self.images and self.images.images else b""
         return (self.rope_side, digest, self.routes is not None), keys
@@ -248,7 +249,7 @@ def pack(
     max_tokens: int | None = None,
     image_names: frozenset[str] = frozenset(),
 ) -> list[PackedBatch]:
-    """Lay the rows at `numbers` out in as few batches as `max_tokens` allows, padding included.
+    """Lay the rows at `numbers` out in batches of up to `max_tokens`, padding included.
 
     Rows without a completion token are left out. A row longer than `max_tokens` is a batch of its
     own. A tree that does not fit is cut, and what its parts share is in each. `image_names` are the
@@ -313,23 +314,31 @@ def _packed(
     segments: list[Segment] = []
     path: tuple[range, ...] = ()
     # Rows may share a token's score too: it is one of a label after a packed token.
-    scores: dict[Any, int] = {}
+    shared_scores: dict[Any, int] = {}
     scores_of_rows: list[int] = []
     scored: list[tuple[int, int]] = []
+    all_predicting: list[int] = []
+    labels: list[int] = []
     end = 0
-    for number, num_shared in part:
+    for (number, num_shared), (_, num_next) in pairwise([*part, (0, 0)]):
         row, path = rows[number], _first(path, num_shared)
         if num_new := row.num_tokens - num_dropped - num_shared:
             pieces.append((row, num_shared, num_shared + num_new))
             segments.append(Segment(end, num_new, path))
             path, end = (*path, range(end, end + num_new)), end + num_new
         predicting = [*chain(*path)][len(row.prompt_ids) - 1 :]
+        num_in_others = max(num_shared, num_next) - len(row.prompt_ids) + 1
         for t, label in enumerate(row.completion_ids):
-            kept = row.sampling_mask and bytes(row.sampling_mask[t])
-            score = predicting[t], label, row.temperature, kept
-            scores_of_rows.append(scores.setdefault(score, len(scores)))
-            if scores_of_rows[-1] == len(scored):
+            score = len(scored)
+            if t < num_in_others:
+                kept = row.sampling_mask and bytes(row.sampling_mask[t])
+                key = predicting[t], label, row.temperature, kept
+                score = shared_scores.setdefault(key, score)
+            if score == len(scored):
                 scored.append((number, t))
+                all_predicting.append(predicting[t])
+                labels.append(label)
+            scores_of_rows.append(score)
     tokens = [[*row.prompt_ids, *row.completion_ids][first:end] for row, first, end in pieces]
     positions = [position for _, first, end in pieces for position in range(first, end)]
     routes = [(r.routes if r.routes is None else r.routes[a:], 0, b - a) for r, a, b in pieces]
@@ -343,8 +352,8 @@ def _packed(
         [len(rows[number].completion_ids) for number, _ in part],
         to_device([token for piece in tokens for token in piece], device)[None],
         to_device(positions, device)[None],
-        to_device([index for index, *_ in scores], device),
-        to_device([label for _, label, *_ in scores], device),
+        to_device(all_predicting, device),
+        to_device(labels, device),
         scored,
         None if len(scored) == len(scores_of_rows) else to_device(scores_of_rows, device),
         tuple(segments),
@@ -355,6 +364,10 @@ def _packed(
         [end - first for _, first, end in pieces],
         sum(num_shared >= len(rows[number].prompt_ids) for number, num_shared in part),
     )
+
+
+def _digest(routes: bytes) -> bytes:
+    return hashlib.blake2b(routes, digest_size=16).digest()
 
 
 def _first(path: tuple[range, ...], num_tokens: int) -> tuple[range, ...]:

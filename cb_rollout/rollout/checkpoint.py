@@ -32,6 +32,12 @@ MASKED_SUFFIX = "ForMaskedLM"
 _LOGGER = logging.getLogger(__name__)
 
 
+def require_dtype(dtype: str) -> None:
+    """Raise `ConfigurationError` for another dtype than `DTYPES`."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
+
+
 def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
     """Load a checkpoint's causal language model, with any vision tower, in evaluation mode.
 
@@ -39,8 +45,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     if the device or checkpoint does not exist, or the model cannot be read, lacks weights or
     memory.
     """
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
+    require_dtype(dtype)
     target = torch_device(device)
     _require_directory(name)
     advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"

@@ -47,6 +47,7 @@ from cb_rollout.rollout.checkpoint import (
     load_model,
     load_processor,
     load_tokenizer,
+    require_dtype,
     shape_of_model,
     torch_device,
 )
@@ -329,7 +330,7 @@ def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> F
 def computed_findings(
     name: str, gpu_gib: float, lora_rank: int, loss_tokens: int, dtype: str, percent: float
 ) -> Iterator[Finding]:
-    """Yield the memory of a step of GRPO or RLOO on a GPU that need not be here.
+    """Yield the memory of a step of GRPO on a GPU that need not be here.
 
     It is computed from a checkpoint's config alone: nothing is measured. Weights of `dtype`
     ("auto": the checkpoint's) are trained by AdamW, those of float32 under bfloat16 autocast; with
@@ -338,6 +339,7 @@ def computed_findings(
     """
     yield _ok("computed, not measured", f"{name} on a GPU of {gpu_gib:g} GiB")
     try:
+        require_dtype(dtype)
         with torch_compat.without_values(), torch.no_grad():
             model, saved_dtype = shape_of_model(name)
             argument = hf_compat.cache_argument(model) or "past_key_values"

@@ -129,10 +129,26 @@ def test_numbers_of_another_distribution_are_named(tmp_path):
     assert callback.report.cause is Cause.TEMPERATURE
 
 
+def test_a_second_training_is_audited_from_its_first_rollout(tmp_path):
+    trainer, callback, _ = audited(tmp_path, lambda sent: Engine(sent[-1]), max_steps=2)
+    report, versions = callback.report, {**callback.versions}
+    trainer.train()
+    assert callback.report is not report
+    assert set(callback.versions) == set(versions)
+    pairs = zip(callback.versions.values(), versions.values(), strict=True)
+    assert all(new is not old for new, old in pairs)
+
+
+def test_a_setting_that_cannot_be_read_is_refused_before_the_training(tmp_path):
+    trainer = tiny_trainer(tmp_path, generation_kwargs={"top_k": "many"})
+    with pytest.raises(cb_rollout.RolloutError, match="top_k"):
+        cb_rollout.audit_callback(trainer)
+
+
 def test_tokens_of_generate_are_tested_as_draws(tmp_path):
     trainer, callback, _ = audited(tmp_path, None, max_steps=1)
     assert logged(trainer, "audit/alarm") == [0.0]
-    assert callback.report.sentence.endswith(" log-probabilities (none was reported).")
+    assert callback.report.sentence.endswith(" tokens has a reported log-probability; all fit.")
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 20.0])
@@ -144,7 +160,7 @@ def test_rloo_which_drops_the_numbers_is_audited_by_its_draws(tmp_path, sharpnes
     _, callback, said = audited(tmp_path, sharp, **rloo)
     assert bool(callback.report) is (sharpness == 1)
     assert len(said) == (sharpness != 1)
-    assert all("right (none was reported), but tokens do not fit" in line for line in said)
+    assert all("None was reported, but tokens do not fit" in line for line in said)
 
 
 def test_audits_are_as_far_apart_as_asked_and_leave_evaluation_alone(tmp_path):

@@ -237,7 +237,7 @@ def planned(capsys, folder, *options):
 
 
 def test_a_step_is_planned_from_a_config_alone(qwen3_8b, capsys):
-    options = ("--gpu-gib", "80", "--trainer", "grpo", "--max-memory-percent", "0.4")
+    options = ("--gpu-gib", "80", "--max-memory-percent", "0.4")
     code, parts, notes = planned(capsys, qwen3_8b, *options, "--lora", "16")
     assert code == 0
     assert notes["weights"] == "8,190,735,360 in torch.bfloat16"
@@ -284,7 +284,7 @@ def test_what_cannot_be_planned_says_why(checkpoints, capsys):
 def test_the_plan_of_an_8b_model_is_what_its_page_shows(qwen3_8b, capsys):
     page = (Path(__file__).parents[2] / "docs" / "tasks" / "one_gpu.md").read_text()
     shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
-    options = ("--gpu-gib", "80", "--trainer", "grpo", "--lora", "16")
+    options = ("--gpu-gib", "80", "--lora", "16")
     assert main(["doctor", "--model", str(qwen3_8b), *options, "--max-memory-percent", "0.4"]) == 0
     printed = capsys.readouterr().out.replace(str(qwen3_8b), "Qwen/Qwen3-8B").splitlines()
     assert [line.strip() for line in shown] == [line.strip() for line in printed]

@@ -22,7 +22,7 @@ from cb_rollout.types import GenerationOutput
 # Enough for a cause that is larger than rounding.
 MAX_SEQUENCES, MAX_TOKENS = 4, 128
 
-# Copies of the weights, and of the logits, that an audit holds at a time.
+# Copies of the weights, beside the versions, and of the logits, that an audit holds at a time.
 WEIGHT_COPIES, LOGIT_COPIES = 2, 8
 
 _LOGGER = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def audit_drift(
     report, model = None, trainer.model
     arguments |= {"tokenizer": trainer.processing_class, "max_tokens": MAX_SEQUENCES * MAX_TOKENS}
     try:
-        if outputs and _has_room(model):
+        if outputs and _has_room(model, WEIGHT_COPIES + len(arguments.get("versions") or ())):
             with trainer.accelerator.autocast():
                 report = audit(outputs[:MAX_SEQUENCES], model, **arguments)
             # The trainer counts a step once it is done.
@@ -55,10 +55,10 @@ def audit_drift(
     return report
 
 
-def _has_room(model: torch.nn.Module) -> bool:
+def _has_room(model: torch.nn.Module, num_copies: int) -> bool:
     inner = hf_compat.unwrap(model)
     weights = list(inner.parameters())
-    num_bytes = WEIGHT_COPIES * sum(weight.nbytes for weight in weights)
+    num_bytes = num_copies * sum(weight.nbytes for weight in weights)
     num_logits = MAX_SEQUENCES * MAX_TOKENS * hf_compat.vocab_size(inner)
     num_bytes += LOGIT_COPIES * num_logits * torch.float32.itemsize
     free_bytes = memory(weights[0].device).free_bytes

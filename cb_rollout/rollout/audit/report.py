@@ -115,10 +115,14 @@ class AuditReport:
         if self.cause is not Cause.ROUNDING:
             return f"Log-probabilities differ by: {first.name}. {first.cause.advice}"
         detail = f" ({first.detail})" if first.detail else ""
+        has_numbers = first.detail != NO_NUMBERS
+        if self and not has_numbers:
+            return f"None of {self.num_tokens:,} tokens has a reported log-probability; all fit."
         if self:
             return f"Rounding explains {self.num_tokens:,} log-probabilities{detail}."
+        numbers = f"Log-probabilities are right{detail}" if has_numbers else "None was reported"
         return (
-            f"Log-probabilities are right{detail}, but tokens do not fit the claimed distribution "
+            f"{numbers}, but tokens do not fit the claimed distribution "
             f"(z = {self.draw_z_score:+.1f}). Pass truncation and penalties as sampling_params; "
             "else the engine samples otherwise than it reports."
         )

@@ -1,6 +1,7 @@
 """`cb-rollout doctor`: check a machine and a checkpoint, a line for each finding."""
 
 import argparse
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -24,10 +25,8 @@ def add_doctor(commands: Any) -> None:
     text = "a checkpoint's directory or hub name"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same")
-    text = "plan a step on a GPU of so much memory"
+    text = "plan a GRPO step on a GPU of so much memory"
     parser.add_argument("--gpu-gib", type=float, metavar="N", help=text)
-    text = "the trainer of that step (grpo)"
-    parser.add_argument("--trainer", choices=("grpo", "rloo"), default="grpo", help=text)
     text = "of the adapters that it trains; 0: it trains all weights (0)"
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help=text)
     text = "of its micro-batch, each prompt once (17184: 4 prompts of 200, 32 answers of 512)"
@@ -54,6 +53,8 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     if arguments.gpu_gib is not None:
         if model is None or min(arguments.lora, arguments.loss_tokens) < 0:
             raise ConfigurationError("--gpu-gib takes a --model, and no number below 0.")
+        if not 0 < arguments.gpu_gib < math.inf:
+            raise ConfigurationError(f"--gpu-gib {arguments.gpu_gib} is not a GPU's memory in GiB.")
         sizes = arguments.gpu_gib, arguments.lora, arguments.loss_tokens
         findings = doctor.computed_findings(model, *sizes, *given)
     else:

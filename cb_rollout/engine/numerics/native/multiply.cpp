@@ -7,6 +7,8 @@
 //
 // Follows vectors.h.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
@@ -126,10 +128,14 @@ extern "C" void multiply(
     const int64_t row_bytes = blocks_of(num_inputs) * OPERANDS * sizeof(Operand);
     const int64_t fitting = CACHE_BYTES / row_bytes / TILE_ROWS * TILE_ROWS;
     const int64_t block_rows = fitting < 2 * TILE_ROWS ? 2 * TILE_ROWS : fitting;
-    const int64_t num_blocks = (num_outputs + BLOCK_OUTPUTS - 1) / BLOCK_OUTPUTS;
+    // Threads share the outputs.
+    int64_t block_outputs = BLOCK_OUTPUTS;
+    while (block_outputs > TILE_OUTPUTS && num_outputs < 4 * block_outputs * omp_get_max_threads())
+        block_outputs /= 2;
+    const int64_t num_blocks = (num_outputs + block_outputs - 1) / block_outputs;
     for_each(num_blocks, is_much, [&](int64_t block) {
-        const int64_t first = block * BLOCK_OUTPUTS;
-        const int64_t end = std::min(first + BLOCK_OUTPUTS, num_outputs);
+        const int64_t first = block * block_outputs;
+        const int64_t end = std::min(first + block_outputs, num_outputs);
         for (int64_t row = 0; row < num_rows; row += block_rows)
             for (int64_t output = first; output < end; output += TILE_OUTPUTS)
                 multiply_rows(product, output, row, std::min(row + block_rows, num_rows));

@@ -224,7 +224,7 @@ inline INLINED void sums_of(const Vector (&four)[4], REAL* sums) {
     std::memcpy(sums, parts, sizeof(Four));
 }
 
-// NaN is ignored.
+// Return the largest lane, of lanes that are no NaN.
 template <int64_t BYTES = VECTOR_BYTES>
 inline INLINED REAL largest_of(const void* lanes) {
     if constexpr (BYTES == 16) {
