@@ -191,7 +191,7 @@ def test_a_sequence_ends_before_what_no_model_sampled():
 
 
 def test_what_is_no_scoring_trainer_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="object is another or shards it"):
+    with pytest.raises(ConfigurationError, match="object is another or shards or splits it"):
         cb_rollout.audit_callback(object())
     with pytest.raises(ConfigurationError, match="every_steps=0"):
         cb_rollout.audit_callback(tiny_trainer(tmp_path), every_steps=0)

@@ -182,8 +182,14 @@ class LogprobGuard:
         report = drift(sampled, trained, float(noise))
         worst = compared.get(report.request_id)
         if worst is not None:
-            names = ("max", "mean", "k1", "k3", "chi_squared", "effective_sample_size")
-            metrics = {f"rollout/logprob_drift_{name}": getattr(report, name) for name in names}
+            metrics: dict[str, float] = {
+                "rollout/logprob_drift_max": report.max,
+                "rollout/logprob_drift_mean": report.mean,
+                "rollout/logprob_drift_k1": report.k1,
+                "rollout/logprob_drift_k3": report.k3,
+                "rollout/logprob_drift_chi_squared": report.chi_squared,
+                "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
+            }
             if report.first_position is not None:
                 position = worst.positions[report.first_position]
                 metrics["rollout/logprob_drift_first_token"] = position
