@@ -6,6 +6,7 @@ they are asynchronous events. Within a step, what no record names is the event "
 """
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,11 @@ def trace_events(
 def _rests(spans: Sequence[Span]) -> Iterator[Span]:
     """Yield what lies between the trainer's parts of each step."""
     parts = sorted((x.began, x.ended) for x in spans if x.name not in ("step", *FORWARDS))
+    starts = [began for began, _ in parts]
     for step in (x for x in spans if x.name == "step"):
         began = step.began
-        inside = [x for x in parts if began <= x[0] < step.ended]
-        for at, ended in [*inside, (step.ended, step.ended)]:
+        first, end = (bisect_left(starts, at) for at in (began, step.ended))
+        for at, ended in [*parts[first:end], (step.ended, step.ended)]:
             if at > began:
                 yield Span("rest", began, at, at - began, 1)
             began = max(began, ended)
