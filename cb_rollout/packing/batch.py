@@ -315,10 +315,9 @@ def _packed(
     path: tuple[range, ...] = ()
     # Rows may share a token's score too: it is one of a label after a packed token.
     shared_scores: dict[Any, int] = {}
-    scores_of_rows: list[int] = []
     scored: list[tuple[int, int]] = []
+    scores_of_rows: list[int] = []
     all_predicting: list[int] = []
-    labels: list[int] = []
     end = 0
     for (number, num_shared), (_, num_next) in pairwise([*part, (0, 0)]):
         row, path = rows[number], _first(path, num_shared)
@@ -337,10 +336,9 @@ def _packed(
             if score == len(scored):
                 scored.append((number, t))
                 all_predicting.append(predicting[t])
-                labels.append(label)
             scores_of_rows.append(score)
-    tokens = [[*row.prompt_ids, *row.completion_ids][first:end] for row, first, end in pieces]
-    positions = [position for _, first, end in pieces for position in range(first, end)]
+    tokens = chain(*([*r.prompt_ids, *r.completion_ids][a:b] for r, a, b in pieces))
+    positions = chain(*(range(first, end) for _, first, end in pieces))
     routes = [(r.routes if r.routes is None else r.routes[a:], 0, b - a) for r, a, b in pieces]
     others = {}
     images = [(row.images, first, end) for row, first, end in pieces if row.images is not None]
@@ -350,10 +348,10 @@ def _packed(
     return PackedBatch(
         [number for number, _ in part],
         [len(rows[number].completion_ids) for number, _ in part],
-        to_device([token for piece in tokens for token in piece], device)[None],
-        to_device(positions, device)[None],
+        to_device([*tokens], device)[None],
+        to_device([*positions], device)[None],
         to_device(all_predicting, device),
-        to_device(labels, device),
+        to_device([rows[number].completion_ids[t] for number, t in scored], device),
         scored,
         None if len(scored) == len(scores_of_rows) else to_device(scores_of_rows, device),
         tuple(segments),

@@ -113,7 +113,8 @@ def require_copied(ranks, way):
     for rank in ranks:
         found = rank[way]
         assert found["is_equal"] == [True, True]
-        assert max(found["differences"] + found["drifts"]) <= 1e-5
+        # Linear attention carries its rounding from token to token.
+        assert max(found["differences"] + found["drifts"]) <= 3e-5
         # Between the rollouts no process held a weight of the copy.
         assert found["asleep"] == [0]
 

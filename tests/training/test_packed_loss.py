@@ -16,6 +16,7 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from cb_rollout import ConfigurationError, RolloutConfig, attach
 from cb_rollout.engine.attention.packed import PackedAttention
 from cb_rollout.integrations.trl import backend, packed_loss
+from cb_rollout.metrics import live_metrics
 from cb_rollout.packing.batch import NUM_COMPARED
 
 SMALL = {
@@ -279,7 +280,9 @@ def test_the_loss_has_seconds_in_each_step(tmp_path, monkeypatch):
     now = iter(range(10**6))
     clock = SimpleNamespace(perf_counter=lambda: float(next(now)))
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    monkeypatch.setattr(backend, "time", clock)
+    clock.time = clock.perf_counter
+    for module in (backend, live_metrics):
+        monkeypatch.setattr(module, "time", clock)
     trainer, _ = packed_run(tmp_path, monkeypatch, settings)
     # Two micro-batches: the clock is read at the two ends of each.
     assert logged(trainer, "rollout/loss_seconds") == [2, 2]
