@@ -340,11 +340,7 @@ def _packed(
     tokens = chain(*([*r.prompt_ids, *r.completion_ids][a:b] for r, a, b in pieces))
     positions = chain(*(range(first, end) for _, first, end in pieces))
     routes = [(r.routes if r.routes is None else r.routes[a:], 0, b - a) for r, a, b in pieces]
-    others = {}
     images = [(row.images, first, end) for row, first, end in pieces if row.images is not None]
-    if images:
-        positions_AN = torch.cat([own.positions_AT[:, a:b] for own, a, b in images], 1)
-        others = _joined_images(positions_AN[:, None], images, image_names, dim=1)
     return PackedBatch(
         [number for number, _ in part],
         [len(rows[number].completion_ids) for number, _ in part],
@@ -357,11 +353,18 @@ def _packed(
         tuple(segments),
         None,
         _joined(routes, device),
-        others,
+        _packed_images(images, image_names) if images else {},
         [row.rope_side for row, _, _ in pieces],
         [end - first for _, first, end in pieces],
         sum(num_shared >= len(rows[number].prompt_ids) for number, num_shared in part),
     )
+
+
+def _packed_images(
+    images: Sequence[tuple[RowImages, int, int]], image_names: frozenset[str]
+) -> dict[str, torch.Tensor]:
+    positions_AN = torch.cat([own.positions_AT[:, a:b] for own, a, b in images], 1)
+    return _joined_images(positions_AN[:, None], images, image_names, dim=1)
 
 
 def _digest(routes: bytes) -> bytes:
