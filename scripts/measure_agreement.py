@@ -7,7 +7,6 @@ Writes `docs/benchmarks/agreement_cpu.json`; then run `python scripts/write_docs
 
 import argparse
 import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cb_rollout import GenerationOutput, RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.run import describe_machine
+from cb_rollout.tools.bench.run import describe_machine, save_record
 from smollm2 import smollm2_folder
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
@@ -171,10 +170,7 @@ def main() -> None:
         "unit": "nats",
         "agreement": results,
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / "agreement_cpu.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    print(path)
+    print(save_record(record, args.output_dir, "cpu"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Writes `docs/benchmarks/tree_cpu.json`.
 """
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -29,7 +28,7 @@ from trl import GRPOConfig, GRPOTrainer
 from cb_rollout import RolloutConfig, attach, detach
 from cb_rollout.packing import batch as packing
 from cb_rollout.packing.batch import PackedRow
-from cb_rollout.tools.bench.run import describe_machine
+from cb_rollout.tools.bench.run import describe_machine, save_record
 from smollm2 import smollm2_folder
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
@@ -194,10 +193,7 @@ def main() -> None:
         "tree_tokens": num_needed,
         "paths": found,
     }
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    path = args.output_dir / "tree_cpu.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    print(path)
+    print(save_record(record, args.output_dir, "cpu"))
 
 
 if __name__ == "__main__":

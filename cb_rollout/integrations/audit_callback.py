@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.patching import replacing
-from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.rollout.audit.drift_audit import MAX_SEQUENCES, MAX_TOKENS, audit_drift
+from cb_rollout.rollout.audit.drift_audit import (
+    MAX_SEQUENCES,
+    MAX_TOKENS,
+    audit_drift,
+    holds_whole_model,
+)
 from cb_rollout.rollout.audit.readouts import CAUSES
 from cb_rollout.types import GenerationOutput
 
@@ -63,16 +66,14 @@ class audit_callback(TrainerCallback):
 
     def __post_init__(self) -> None:
         trainer, self._installed, self.versions = self.trainer, ExitStack(), {**self.versions}
-        is_sharded = not hasattr(trainer, SCORING) or shards_models(trainer.accelerator)
-        is_sharded = is_sharded or tensor_parallel_group(unwrap(trainer.model)) is not None
-        if is_sharded or self.every_steps < 1:
+        can_audit = hasattr(trainer, SCORING) and holds_whole_model(trainer)
+        if not can_audit or self.every_steps < 1:
             raise ConfigurationError(
                 f"audit_callback(every_steps={self.every_steps}) takes steps from 1, and a GRPO or "
                 f"RLOO trainer of trl 1.16 with a whole model; {type(trainer).__name__} is another "
                 "or shards or splits it (FSDP, ZeRO-3, tensor parallelism): take cb-rollout audit "
                 "for a checkpoint."
             )
-
         given = trainer.args.generation_kwargs or {}
         pairs = [(name, given.get(name, getattr(trainer, name, None))) for name in CAUSES]
         # vLLM's -1 is off.

@@ -99,7 +99,8 @@ class StepMetrics:
     group_rewards: list[list[float]] = field(default_factory=list)
     """Rewards of each group's completions, NaN where there is none; empty: not recorded."""
     spans: list[Span] = field(default_factory=list)
-    """What the main process did since the last record, by its end; empty: not recorded."""
+    """Spans of the main process since the last record, in the order of their ends; empty: not
+    recorded."""
     sequences: list[SequenceTimes] = field(default_factory=list)
     """Sequences that ended since then, recorded token by token or not."""
 

@@ -50,8 +50,7 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     _require_directory(name)
     advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"
     with _loading("causal language model", name, advice):
-        reads = reads_images(AutoConfig.from_pretrained(name))
-        model_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
+        model_class = _model_class(AutoConfig.from_pretrained(name))
         loaded: Any = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True)
     model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):
@@ -73,6 +72,10 @@ def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrain
         ) from error
 
 
+def _model_class(config: Any) -> Any:
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+
+
 def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
     """Create the model of a checkpoint's config alone, in bfloat16 and `without_values`.
 
@@ -82,11 +85,9 @@ def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
     _require_directory(name)
     with _loading("causal language model", name, "pass the directory of its config.json"):
         config = AutoConfig.from_pretrained(name)
-        reads = reads_images(config)
-        model_class = AutoModelForImageTextToText if reads else AutoModelForCausalLM
         # Creating the model writes its dtype into the config.
         saved_dtype: Any = config.dtype or torch.float32
-        model: Any = model_class.from_config(config, dtype=torch.bfloat16)
+        model: Any = _model_class(config).from_config(config, dtype=torch.bfloat16)
     return model.eval(), saved_dtype
 
 

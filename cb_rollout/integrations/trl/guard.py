@@ -39,10 +39,9 @@ from cb_rollout.engine.numerics.agreement import (
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.ray.pool import PooledGenerator
-from cb_rollout.integrations.trl.backend import trains_split_model
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
-from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift
+from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_whole_model
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.generator import RolloutGenerator
@@ -296,8 +295,7 @@ class LogprobGuard:
         trainer, generator = self._trainer, self._generator
         found = [row.first_difference(limit, trainer.temperature) for row in rows]
         outputs = [output for output in found if output is not None]
-        is_split = shards_models(trainer.accelerator) or trains_split_model(trainer)
-        if is_split or image_arguments(batch.settings):
+        if not holds_whole_model(trainer) or image_arguments(batch.settings):
             return None, ""
         report = audit_drift(
             outputs,

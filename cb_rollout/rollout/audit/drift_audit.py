@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.engine.memory.device import memory
 from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.metrics.run_records import AUDIT_FILE, RUN_DIR_NAME
@@ -26,6 +27,12 @@ MAX_SEQUENCES, MAX_TOKENS = 4, 128
 WEIGHT_COPIES, LOGIT_COPIES = 2, 8
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def holds_whole_model(trainer: Any) -> bool:
+    """Return whether each process holds the trainer's model whole: others cannot be audited."""
+    is_split = hf_compat.tensor_parallel_group(hf_compat.unwrap(trainer.model)) is not None
+    return not (is_split or shards_models(trainer.accelerator))
 
 
 def audit_drift(

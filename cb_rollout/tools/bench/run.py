@@ -7,7 +7,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -147,7 +147,13 @@ def write_record(
         "repetitions": repetitions,
         "results": results,
     }
-    path = folder / f"{bench}_{device}.json"
+    return save_record(record, folder, device)
+
+
+def save_record(record: Mapping[str, Any], folder: Path, device: str) -> Path:
+    """Write a record under the name of its `bench` into a folder, and return the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record['bench']}_{device}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 

@@ -139,34 +139,27 @@ void attend_tile(
                     });
                 });
             });
-            unrolled<num_heads()>(
-                [&](auto g) INLINED { sums_of(sums[g], weights[first + g] + t); });
+            unrolled<num_heads()>([&](auto g) INLINED {
+                REAL* scores = weights[first + g] + t;
+                sums_of(sums[g], scores);
+                for (int64_t n = 0; n < 4; n++) scores[n] *= rows.scale;
+            });
         });
     for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
         REAL* scores = weights[g];
         for (int64_t t = count; t < TILE_KEYS; t++) scores[t] = -INFINITE;
         if (rows.softcap != 0)
             for (int64_t t = 0; t < count; t++)
-                scores[t] = rows.softcap * std::tanh(scores[t] * rows.scale / rows.softcap);
-        const REAL scale = rows.softcap != 0 ? 1 : rows.scale;
-        Vector parts[TILE_KEYS / LANES], most = Vector{} + partial.largest[g], total = {};
-        unrolled<TILE_KEYS / LANES>([&](auto i) INLINED {
-            parts[i] = lanes_at(scores + i * LANES) * scale;
-            most = parts[i] > most ? parts[i] : most;
-        });
-        const REAL largest = largest_of(most);
-        unrolled<TILE_KEYS / LANES>([&](auto i) INLINED {
-            parts[i] = exponential(parts[i] - largest);
-            total += parts[i];
-            std::memcpy(scores + i * LANES, &parts[i], sizeof(parts[i]));
-        });
+                scores[t] = rows.softcap * std::tanh(scores[t] / rows.softcap);
+        const REAL largest = largest_of(scores, TILE_KEYS, partial.largest[g]);
+        const REAL total = exponentials(scores, TILE_KEYS, largest);
         if (largest != partial.largest[g]) {
             const REAL shrink = std::exp(partial.largest[g] - largest);
             partial.totals[g] *= shrink;
             partial.largest[g] = largest;
             for (int64_t i = 0; i < VALUE_VECTORS; i++) partial.outputs[g][i] *= shrink;
         }
-        partial.totals[g] += sum_of(total);
+        partial.totals[g] += total;
     }
     for_head_groups([&](auto first, auto num_heads) INLINED {
         unrolled<(VALUE_VECTORS + 3) / 4>([&](auto group) INLINED {
