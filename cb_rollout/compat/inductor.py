@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch import fx
 from torch._inductor import cpp_builder, standalone_compile
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.overrides import TorchFunctionMode
 
 from cb_rollout.compat.patching import replacing
@@ -278,11 +279,25 @@ def call_function(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     return node
 
 
+def propagate_fake_tensors(graph: fx.Graph) -> None:
+    """Give each node of a graph that was rewritten its fake result again (torch 2.11 to 2.13)."""
+    examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    propagation = FakeTensorProp(fx.GraphModule({}, graph), examples[0].fake_mode)
+    propagation.propagate_dont_convert_inputs(*examples)
+
+
 def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
     """Compile a traced graph of one output by inductor (torch 2.11 to 2.13)."""
     (output,) = graph.find_nodes(op="output")
-    # inductor takes graphs that return a tuple.
     output.args = ((output.args[0],),)
+    compiled = compile_outputs(graph, options)
+    return lambda *inputs: compiled(*inputs)[0]
+
+
+def compile_outputs(
+    graph: fx.Graph, options: Mapping[str, Any]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Compile a traced graph that returns a tuple by inductor (torch 2.11 to 2.13)."""
     examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     # Compile in this process: workers would outlive a training run's forks. A trace is tried before
     # it is used, so its calls skip the checks of sizes. The caller captures CUDA graphs itself.
@@ -295,4 +310,9 @@ def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., 
             dynamic_shapes="from_graph",
             options={"config_patches": patches},
         )
-    return lambda *inputs: artifact(*inputs)[0]
+
+    # A graph that calls it needs a name for it.
+    def compiled(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        return artifact(*inputs)
+
+    return compiled

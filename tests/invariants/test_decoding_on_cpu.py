@@ -170,13 +170,29 @@ def test_a_forward_that_does_not_compile_runs_as_an_uncompiled_trace(monkeypatch
     def fails(graph, options):
         raise RuntimeError("internal compiler error")
 
-    monkeypatch.setattr(inductor, "compile_graph", fails)
+    monkeypatch.setattr(inductor, "compile_outputs", fails)
     model = tiny_model("qwen3")
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
         assert_right(rollout(generator), model)
         assert runner_of(generator).attention_backend.traced_forward.trace is not None
     assert "decode forwards are not compiled: it does not compile" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiles"),
+    [({}, True), ({"use_default_compile_configs": False}, False), ({"numerics": "bitwise"}, False)],
+)
+@pytest.mark.usefixtures("soon")
+def test_a_trace_that_is_kept_is_compiled_once_that_pays_off(settings, compiles, monkeypatch):
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_COMPILING", 12)
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    with RolloutGenerator(model, RolloutConfig(seed=3, **settings)) as generator:
+        for _ in range(2):
+            assert_right(rollout(generator), model)
+        trace = runner_of(generator).attention_backend.traced_forward.trace
+        assert trace is not None
+        assert trace.is_compiled == compiles
 
 
 @pytest.mark.slow

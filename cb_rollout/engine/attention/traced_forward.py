@@ -39,8 +39,10 @@ from cb_rollout.engine.numerics.agreement import Precisely, agrees, computed_in,
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import error_text
 
-# With the same weights, tracing pays off after 64 steps.
+# With the same weights, tracing pays off after 64 steps, and on a CPU compiling parts of a trace,
+# which takes seconds, after 1,000.
 STEPS_BEFORE_TRACE = 64
+STEPS_BEFORE_COMPILING = 1_000
 
 # Tracing never pays off for a model whose weights move at every sync.
 MOST_TRACES = 3
@@ -63,8 +65,9 @@ class Tracing:
     """A trace is compared with the model's own forward for these numbers of rows."""
     rewrite: Callable[[fx.Graph, list[torch.Tensor]], list[torch.Tensor]]
     """Changes a graph in place, whose last inputs are these weights; returns its new weights."""
-    simplify: Callable[[fx.Graph], None] | None
-    """Prepares a graph to run without compilation, in place; None: it is compiled, or not run."""
+    simplify: Callable[[fx.Graph, Mapping[str, Any] | None], None] | None
+    """Prepares a graph to run in Python, in place; with options, inductor compiles parts of it.
+    None: inductor compiles the whole graph, or it is not run."""
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of inductor beside its defaults."""
 
@@ -110,7 +113,7 @@ class TracedForward:
         self._num_traces = 0
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
-        self._is_compiled = False
+        self._compiles_later = self._is_compiled = False
         self.obstacle = ""
         """The reason why the forward is not compiled; "": it is, or was not to be."""
         self._weights: list[object] = []
@@ -145,6 +148,10 @@ class TracedForward:
         """Make a trace in the first step, and compile it."""
         self._is_compiled, self._steps_before_trace = True, 0
 
+    def compile_later(self) -> None:
+        """Make another trace once compiling it pays off, and compile that."""
+        self._compiles_later = True
+
     def check_weights(self, model: torch.nn.Module) -> None:
         """Drop the trace if a weight was replaced, an adapter switched, or a module has a hook.
 
@@ -165,6 +172,11 @@ class TracedForward:
     def is_due(self) -> bool:
         """Count a step, and decide whether to make a trace before it."""
         self._num_steps += 1
+        is_worthwhile = self._num_steps > STEPS_BEFORE_COMPILING and self.trace is not None
+        if self._compiles_later and is_worthwhile:
+            # The one that it replaces is not counted.
+            self._num_traces -= 1
+            self._compiles_later, self._is_compiled, self.trace = False, True, None
         return self._num_steps > self._steps_before_trace and self._may_make_trace
 
     @property
@@ -284,15 +296,15 @@ class Trace:
         self.graph, self._calls = traced.graph, traced.calls
         self._weights = tracing.rewrite(self.graph, traced.weights)
         self.is_compiled = is_compiled
-        if is_compiled:
-            try:
+        try:
+            if tracing.simplify is None:
+                assert is_compiled
                 self._compute = inductor.compile_graph(self.graph, tracing.inductor_options)
-            except Exception as error:
-                raise UntraceableError(f"it does not compile: {error_text(error)}") from error
-        else:
-            assert tracing.simplify is not None
-            tracing.simplify(self.graph)
-            self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
+            else:
+                tracing.simplify(self.graph, tracing.inductor_options if is_compiled else None)
+                self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
+        except Exception as error:
+            raise UntraceableError(f"it does not compile: {error_text(error)}") from error
         self._try(traceable, tracing.tried_rows)
 
     def __call__(

@@ -10,6 +10,7 @@ import torch
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
+from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.attention.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import TritonBackend
@@ -57,13 +58,17 @@ def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> None:
         ConfigurationError: the steps cannot be compiled as asked.
     """
     asked = config.use_default_compile_configs
-    if asked is False or (asked is None and runner.device.type not in COMPILED_DEVICES):
+    if asked is False:
         return
     obstacle = _compile_obstacle(runner, config)
     if obstacle is None:
         traced_forward = _traced_forward(runner)
         assert traced_forward is not None
-        traced_forward.compile()
+        if asked or runner.device.type in COMPILED_DEVICES:
+            traced_forward.compile()
+        elif config.numerics != Numerics.BITWISE:
+            # Compiled operators add in other orders.
+            traced_forward.compile_later()
     elif asked:
         raise ConfigurationError(
             f"use_default_compile_configs=True {obstacle}; leave it at its default."

@@ -30,6 +30,9 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 # would take more bytes than the logits.
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 
+# Rows whose exponentials a CPU computes at once.
+CPU_ROWS = 8
+
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
     """Return the `index`-th (>= 0) draw, float64 in [0, 1), of each int64 seed's SplitMix64."""
@@ -122,8 +125,9 @@ def create_sampling_batch(
 class Exponentials(NamedTuple):
     """Each row's unnormalized probabilities. C: chunks of the vocabulary."""
 
-    weights_BV: torch.Tensor
-    """float32; 1 for the most likely token."""
+    logits_BV: torch.Tensor
+    peaks_B1: torch.Tensor
+    """The largest logit, whose unnormalized probability is 1."""
     sums_BC: torch.Tensor
     """float64, each chunk's sum: in float32 a large vocabulary would lose its tail."""
     normalizers_B: torch.Tensor
@@ -131,11 +135,16 @@ class Exponentials(NamedTuple):
 
 
 def exponentials(logits_BV: torch.Tensor) -> Exponentials:
-    """Return the exponentials of each row's logits, scaled so that the largest is 1."""
+    """Sum the exponentials of each row's logits, scaled so that the largest is 1."""
+    B = len(logits_BV)
     peaks_B1 = logits_BV.amax(-1, keepdim=True)
-    weights_BV = (logits_BV - peaks_B1).exp_()
-    sums_BC = _chunks(weights_BV).sum(-1, dtype=torch.float64)
-    return Exponentials(weights_BV, sums_BC, sums_BC.sum(-1).log().float() + peaks_B1[:, 0])
+    # What fits a CPU's cache is not written to memory, of which each new page costs time.
+    num_rows = CPU_ROWS if logits_BV.device.type == "cpu" else max(B, 1)
+    parts = zip(logits_BV.split(num_rows), peaks_B1.split(num_rows), strict=True)
+    sums = [_chunks((part - peaks).exp_()).sum(-1, dtype=torch.float64) for part, peaks in parts]
+    sums_BC = torch.cat(sums)
+    normalizers_B = sums_BC.sum(-1).log().float() + peaks_B1[:, 0]
+    return Exponentials(logits_BV, peaks_B1, sums_BC, normalizers_B)
 
 
 def _chunks(weights_BV: torch.Tensor) -> torch.Tensor:
@@ -152,12 +161,12 @@ def _chunk_size(vocab_size: int) -> int:
 
 def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
     """Find each row's uniform number in its distribution; never a token of probability zero."""
-    weights_BCN = _chunks(exponentials.weights_BV)
-    points_B1 = (uniforms_B * exponentials.sums_BC.sum(-1))[:, None]
-    chunks_B1, points_B1 = _find(exponentials.sums_BC, points_B1)
-    chunk_size = weights_BCN.shape[2]
-    weights_BN = weights_BCN.gather(1, chunks_B1[:, :, None].expand(-1, -1, chunk_size))[:, 0]
-    offsets_B1, _ = _find(weights_BN.double(), points_B1)
+    logits_BV, peaks_B1, sums_BC, _ = exponentials
+    logits_BCN = _chunks(logits_BV)
+    chunks_B1, points_B1 = _find(sums_BC, (uniforms_B * sums_BC.sum(-1))[:, None])
+    chunk_size = logits_BCN.shape[2]
+    logits_BN = logits_BCN.gather(1, chunks_B1[:, :, None].expand(-1, -1, chunk_size))[:, 0]
+    offsets_B1, _ = _find((logits_BN - peaks_B1).exp_().double(), points_B1)
     return (chunks_B1 * chunk_size + offsets_B1)[:, 0]
 
 

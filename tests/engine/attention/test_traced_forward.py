@@ -94,11 +94,33 @@ def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
+def test_layers_share_the_regions_that_are_compiled(monkeypatch):
+    compiled, compile_outputs = [], inductor.compile_outputs
+
+    def count(graph, options):
+        compiled.append(graph)
+        return compile_outputs(graph, options)
+
+    monkeypatch.setattr(inductor, "compile_outputs", count)
+    nums_compiled, nums_left = [], []
+    for num_layers in (3, 5):
+        runner = runner_of(tiny_model("qwen3", num_hidden_layers=num_layers).bfloat16())
+        traced = trace_of(runner, is_compiled=True)
+        own, got = both(runner, traced, 7)
+        assert (own - got).abs().max() <= 2**-8 * own.abs().max()
+        nums_compiled.append(len(compiled))
+        nums_left.append(len([n for n in traced.graph.nodes if n.op != "placeholder"]))
+    assert nums_compiled[1] == 2 * nums_compiled[0] <= 14
+    # Of a layer; uncompiled it has 60.
+    assert (nums_left[1] - nums_left[0]) / 2 < 30
+
+
 def test_an_untraceable_error_names_what_the_compiler_raised():
     runner = runner_of(tiny_model("llama"))
-    tracing = replace(TRACING, inductor_options={"no_such_option": 1})
-    with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
-        trace_of(runner, tracing, is_compiled=True)
+    options = {"inductor_options": {"no_such_option": 1}}
+    for tracing in (replace(TRACING, simplify=None, **options), replace(TRACING, **options)):
+        with pytest.raises(UntraceableError, match=r"it does not compile: .*no_such_option"):
+            trace_of(runner, tracing, is_compiled=True)
 
 
 def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():

@@ -6,7 +6,7 @@ rewritten: cheap calls, and products of packed weights. Called by the thread tha
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch.nn import functional
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import AttentionBackend
 from cb_rollout.engine.attention.cpu import packed_linear
+from cb_rollout.engine.attention.cpu.regions import compile_regions
 from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
     DecodeInputs,
@@ -116,10 +117,15 @@ def _weights_of(layer: LinearNode) -> list[fx.Node]:
     ]
 
 
-def simplify(graph: fx.Graph) -> None:
-    """Call the operators of a traced graph in the cheapest way, in place."""
+def simplify(graph: fx.Graph, options: Mapping[str, Any] | None) -> None:
+    """Call the operators of a traced graph in the cheapest way, in place.
+
+    `options`: of inductor, which compiles those between products and attentions; None: not.
+    """
     _join_reshapes(graph)
     graph.eliminate_dead_code()
+    if options is not None:
+        compile_regions(graph, options)
     for node in graph.nodes:
         if node.target is aten.slice.Tensor:
             _narrow(node)
@@ -159,9 +165,11 @@ def _narrow(node: fx.Node) -> None:
 TRACING = Tracing(
     num_rows=3,
     # By the kernel of few rows, and by oneDNN.
-    tried_rows=(1, packed_linear.FEW_ROWS, 8, 33),
+    tried_rows=(1, packed_linear.FEW_ROWS, 9, 33),
     rewrite=replace_linear_layers,
     simplify=simplify,
+    # Round what the model rounds.
+    inductor_options={"emulate_precision_casts": True},
 )
 
 

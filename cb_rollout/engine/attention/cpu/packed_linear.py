@@ -27,7 +27,7 @@ from cb_rollout.engine.numerics.kernels import multiply, ordered_kernel
 from cb_rollout.errors import error_text
 
 # So few rows are multiplied as fast by a kernel that reads the weight as it is.
-FEW_ROWS = 4
+FEW_ROWS = 8
 
 # With more rows torch's own product gains little from packing.
 MOST_ROWS = 256

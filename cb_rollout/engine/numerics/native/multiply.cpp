@@ -66,7 +66,7 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
     for (int64_t i = 0; i < count - rest; i += BLOCK) {
         if (fetches && i % NUMBERS_PER_LINE == 0)
             unrolled<TILE_OUTPUTS>(
-                [&](auto o) INLINED { __builtin_prefetch(weights[o] + TILE_OUTPUTS * count + i); });
+                [&](auto o) INLINED { __builtin_prefetch(weights[o] + TILE_OUTPUTS * count + i, 0, 2); });
         add(i, [](const STORED* from, int64_t part) INLINED { return operand_at(from, part); });
     }
     if (rest)

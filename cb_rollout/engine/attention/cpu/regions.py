@@ -1,0 +1,155 @@
+"""Compile what lies between the products and the attentions of a traced graph, by inductor.
+
+A region is a run of operators that neither multiply matrices nor attend, as a residual sum and the
+norm after it. Layers have the same regions, and each is compiled once. Compiling the whole graph
+instead is no faster than not compiling: every product would be called through torch's dispatcher.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from cb_rollout.compat import inductor
+
+aten = torch.ops.aten
+
+VIEWS = {
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
+ARITHMETIC = {
+    aten._to_copy.default,
+    aten.add.Tensor,
+    aten.cat.default,
+    aten.div.Tensor,
+    aten.gelu.default,
+    aten.mean.dim,
+    aten.mul.Tensor,
+    aten.neg.default,
+    aten.pow.Tensor_Scalar,
+    aten.rsqrt.default,
+    aten.sigmoid.default,
+    aten.silu.default,
+    aten.sub.Tensor,
+    aten.sum.dim_IntList,
+    aten.tanh.default,
+}
+
+# Calling fewer operators takes no longer than calling what inductor makes of them.
+LEAST_ARITHMETIC = 2
+
+
+def compile_regions(graph: fx.Graph, options: Mapping[str, Any]) -> None:
+    """Replace each region of a traced graph by a call of its compiled form, in place.
+
+    Args:
+        graph: with `packed_linear` in place of its linear layers.
+        options: of inductor.
+
+    Raises:
+        Exception: what inductor raises.
+    """
+    _infer_numbers_of_rows(graph)
+    inductor.propagate_fake_tensors(graph)
+    compiled: dict[str, Callable[..., Any]] = {}
+    for region in list(_regions(graph)):
+        members = set(region)
+        sources = (source for node in region for source in node.all_input_nodes)
+        inputs = list(dict.fromkeys(source for source in sources if source not in members))
+        outputs = [node for node in region if not members.issuperset(node.users)]
+        copied = _copied(region, inputs, outputs)
+        tensors = [node.meta["val"] for node in inputs]
+        types = [(str(x.dtype), str(x.shape), str(x.stride())) for x in tensors]
+        key = f"{copied.python_code('self').src} {types}"
+        if key not in compiled:
+            compiled[key] = inductor.compile_outputs(copied, options)
+        _replace(graph, region, inputs, outputs, compiled[key])
+
+
+def _infer_numbers_of_rows(graph: fx.Graph) -> None:
+    """Have reshapes infer the one size that depends on the number of rows, in place."""
+    for node in graph.nodes:
+        if node.target not in (aten.view.default, aten._unsafe_view.default):
+            continue
+        source, sizes = node.args
+        unknown = [index for index, size in enumerate(sizes) if isinstance(size, fx.Node)]
+        if len(unknown) == 1:
+            known = list(node.meta["val"].shape)
+            known[unknown[0]] = -1
+            node.args = source, known
+    graph.eliminate_dead_code()
+
+
+def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+    region: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.op == "placeholder":
+            continue
+        tensors = [node, *node.all_input_nodes]
+        is_tensor = all(isinstance(x.meta.get("val"), torch.Tensor) for x in tensors)
+        if node.target in VIEWS | ARITHMETIC and is_tensor:
+            region.append(node)
+        else:
+            yield from _worthwhile(region)
+            region = []
+
+
+def _worthwhile(region: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Yield a region without views of its inputs that others use: it would return them slowly."""
+    kept = set(region)
+    for node in reversed(region):
+        source: Any = node
+        while source in kept and source.target in VIEWS:
+            source = source.args[0]
+        if source not in kept and not kept.issuperset(node.users):
+            kept.remove(node)
+    if sum(node.target in ARITHMETIC for node in kept) >= LEAST_ARITHMETIC:
+        yield [node for node in region if node in kept]
+
+
+def _copied(
+    region: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.Graph:
+    """Return a graph of a region, whose names do not depend on where it was found."""
+    copied = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, node in enumerate(inputs):
+        copies[node] = copied.placeholder(f"input_{number}")
+        # Not a view: what it shows does not concern the region.
+        x = node.meta["val"]
+        with x.fake_mode:
+            copies[node].meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+    for node in region:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = copied.create_node(node.op, node.target, args, kwargs)
+    copied.output(tuple(copies[node] for node in outputs))
+    return copied
+
+
+def _replace(
+    graph: fx.Graph,
+    region: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    compiled: Callable[..., Any],
+) -> None:
+    with graph.inserting_after(region[-1]):
+        call = last = graph.call_function(compiled, tuple(inputs))
+    for number, node in enumerate(outputs):
+        with graph.inserting_after(last):
+            last = graph.call_function(operator.getitem, (call, number))
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in region)
+    for node in reversed(region):
+        graph.erase_node(node)
