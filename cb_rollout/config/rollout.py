@@ -140,7 +140,7 @@ class RolloutConfig:
     use_default_compile_configs: bool | None = setting(
         None,
         "Have inductor compile decode steps; None: where they are CUDA graphs, and on a CPU after "
-        "1,000 steps; prefill is not compiled.",
+        "2,000 steps; prefill is not compiled.",
         one_of(None, True, False),
         cost="Seconds of compiling, and on a CPU a C++ compiler (see gpu.md); False on a GPU for "
         "runs of a few steps.",

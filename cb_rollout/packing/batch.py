@@ -267,19 +267,36 @@ def pack(
 
 
 def _within(
-    rows: Sequence[PackedRow], ordered: Iterable[tuple[int, int]], max_tokens: int | None
-) -> Iterator[list[tuple[int, int]]]:
-    """Yield rows, with their shared tokens, of at most `max_tokens` tokens together."""
-    part: list[tuple[int, int]] = []
-    num_tokens = 0
-    for number, num_shared in ordered:
-        num_tokens += rows[number].num_tokens - num_shared
-        if part and max_tokens is not None and num_tokens > max_tokens:
-            yield part
-            part, num_tokens, num_shared = [], rows[number].num_tokens, 0
-        part.append((number, num_shared))
-    if part:
-        yield part
+    rows: Sequence[PackedRow], ordered: Sequence[tuple[int, int]], max_tokens: int | None
+) -> list[list[tuple[int, int]]]:
+    """Cut rows, with their shared tokens, into parts of at most `max_tokens` tokens together.
+
+    What a part's first row shares with the row before is computed again, so rows are cut where they
+    share least; of equal cuts, into fewest parts.
+    """
+    sizes = [rows[number].num_tokens for number, _ in ordered]
+    # Of the first rows: the tokens that are computed again, the parts, and where the last one starts.
+    best: list[tuple[int, int, int]] = [(0, 0, 0)]
+    for end in range(1, len(ordered) + 1):
+        choices: list[tuple[int, int, int]] = []
+        num_tokens = 0
+        for start in range(end - 1, -1, -1):
+            num_shared = ordered[start][1]
+            is_within = max_tokens is None or num_tokens + sizes[start] <= max_tokens
+            if is_within or start == end - 1:
+                num_again, num_parts, _ = best[start]
+                choices.append((num_again + num_shared, num_parts + 1, start))
+            num_tokens += sizes[start] - num_shared
+            if max_tokens is not None and num_tokens > max_tokens:
+                break
+        best.append(min(choices, key=lambda choice: choice[:2]))
+    parts: list[list[tuple[int, int]]] = []
+    end = len(ordered)
+    while end:
+        start = best[end][2]
+        parts.append([(ordered[start][0], 0), *ordered[start + 1 : end]])
+        end = start
+    return parts[::-1]
 
 
 def _of_one_length(

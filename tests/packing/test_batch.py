@@ -1,6 +1,7 @@
 """Every completion token is predicted from its own prompt and the tokens before it."""
 
 import random
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from cb_rollout.packing.batch import (
     PackingLayout,
     RowImages,
     Segment,
+    in_tree_order,
     num_tree_tokens,
     pack,
     representative,
@@ -153,6 +155,35 @@ def test_a_group_that_does_not_fit_is_cut_and_each_part_has_the_prompt():
     assert batches[2].input_ids.tolist() == [A]
     alone = pack(ROWS, EVERY, PackingLayout.SHARED_PREFIXES, CPU, 1)
     assert [batch.rows for batch in alone] == [[3], [4], [0], [1]]
+
+
+def test_a_tree_is_cut_where_least_is_computed_again():
+    rng = random.Random(1)
+    num_cut = 0
+    for _ in range(60):
+        rows = [PackedRow(*row) for row in random_tree_rows(rng, rng.choice([4, 7]))]
+        ordered = in_tree_order(rows, [n for n, row in enumerate(rows) if row.completion_ids])
+        longest = max((rows[number].num_tokens for number, _ in ordered), default=1)
+        max_tokens = longest + rng.choice([0, 3, 10])
+        batches = pack(rows, range(len(rows)), PackingLayout.SHARED_PREFIXES, CPU, max_tokens)
+        places = range(1, len(ordered))
+        every = (cuts for size in range(len(ordered)) for cuts in combinations(places, size))
+        least = min(
+            (sum(ordered[place][1] for place in cuts), len(cuts))
+            for cuts in every
+            if all(tokens <= max_tokens for tokens in tokens_of_parts(rows, ordered, cuts))
+        )
+        again = sum(batch.num_tokens for batch in batches) - num_tree_tokens(rows)
+        assert (again, len(batches) - 1) == least
+        num_cut += least[1]
+    assert num_cut > 60
+
+
+def tokens_of_parts(rows, ordered, cuts):
+    """The tokens of each part, the first row of which is whole."""
+    for first, end in pairwise([0, *cuts, len(ordered)]):
+        part = [(number, 0 if n == 0 else s) for n, (number, s) in enumerate(ordered[first:end])]
+        yield sum(rows[number].num_tokens - num_shared for number, num_shared in part)
 
 
 def test_rows_that_nobody_asked_for_are_left_out():

@@ -40,9 +40,9 @@ from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import error_text
 
 # With the same weights, tracing pays off after 64 steps, and on a CPU compiling parts of a trace,
-# which takes seconds, after 1,000.
+# which takes seconds, after 2,000.
 STEPS_BEFORE_TRACE = 64
-STEPS_BEFORE_COMPILING = 1_000
+STEPS_BEFORE_COMPILING = 2_000
 
 # Tracing never pays off for a model whose weights move at every sync.
 MOST_TRACES = 3
@@ -204,6 +204,8 @@ class TracedForward:
         assert self._tracing is not None
         self._num_traces += 1
         is_compiled = self._is_compiled
+        if is_compiled:
+            _LOGGER.info("decode forwards are compiled, which takes seconds")
         try:
             self.trace = Trace(traceable, self._tracing, is_compiled=is_compiled)
             _LOGGER.info("decode forwards run %s", self)
