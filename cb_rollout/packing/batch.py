@@ -275,7 +275,7 @@ def _within(
     share least; of equal cuts, into fewest parts.
     """
     sizes = [rows[number].num_tokens for number, _ in ordered]
-    # Of the first rows: the tokens that are computed again, the parts, and where the last one starts.
+    # Of the first rows: tokens that are computed again, parts, and where the last part starts.
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for end in range(1, len(ordered) + 1):
         choices: list[tuple[int, int, int]] = []
