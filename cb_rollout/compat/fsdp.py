@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed import Store, distributed_c10d
+from torch.distributed import DeviceMesh, Store, distributed_c10d
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -111,6 +111,16 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def has_fsdp2(model: torch.nn.Module) -> bool:
     """Return whether FSDP2 shards any module."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def may_overlap(mesh: DeviceMesh) -> bool:
+    """Return whether collectives of a mesh may be in flight together (torch 2.11 to 2.13).
+
+    Over gloo they may not: two of its threads free one string, and the heap is corrupt.
+    """
+    own = f"{mesh.device_type}:gloo"
+    configs = [distributed_c10d.get_backend_config(group) for group in mesh.get_all_groups()]
+    return not any(own in config.split(",") for config in configs)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

@@ -471,14 +471,17 @@ class Engine:
         if self._graphs is not None and self._graphs.is_dropped and not self._is_model_changed:
             self.warm_up()
 
-    def warm_up(self) -> None:
-        """Trace, compile or capture decode steps before a step needs it; no step may be running."""
+    def warm_up(self, num_steps: float = 0) -> None:
+        """Trace, compile or capture decode steps before a step needs it; no step may be running.
+
+        `num_steps`: to come at most, of which it depends whether a CPU's steps are compiled.
+        """
         with devices.current(self.device), devices.plain_modes(), self._computing():
             if self._is_model_changed:
                 self._plan_anew()
             with eval_mode(self.model):
                 self._drop_stale_forwards()
-                self._runner.warm_up()
+                self._runner.warm_up(num_steps)
                 self._capture_graphs(is_paused=True)
                 devices.finish(self.device)
 

@@ -10,6 +10,7 @@ own, B: rows, S: longest row, T: tokens of a row, A: axes of positions.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -271,25 +272,26 @@ def _within(
 ) -> list[list[tuple[int, int]]]:
     """Cut rows, with their shared tokens, into parts of at most `max_tokens` tokens together.
 
-    What a part's first row shares with the row before is computed again, so rows are cut where they
-    share least; of equal cuts, into fewest parts.
+    What a part's first row shares with the row before is computed again. Of the cuts into fewest
+    parts, one is taken that computes the fewest tokens again.
     """
+    if max_tokens is None or not ordered:
+        return [list(ordered)] if ordered else []
     sizes = [rows[number].num_tokens for number, _ in ordered]
-    # Of the first rows: tokens that are computed again, parts, and where the last part starts.
+    # Of the first rows: parts, tokens that are computed again, and where the last part starts.
     best: list[tuple[int, int, int]] = [(0, 0, 0)]
     for end in range(1, len(ordered) + 1):
-        choices: list[tuple[int, int, int]] = []
-        num_tokens = 0
+        num_tokens, least = 0, (sys.maxsize, 0, 0)
         for start in range(end - 1, -1, -1):
             num_shared = ordered[start][1]
-            is_within = max_tokens is None or num_tokens + sizes[start] <= max_tokens
-            if is_within or start == end - 1:
-                num_again, num_parts, _ = best[start]
-                choices.append((num_again + num_shared, num_parts + 1, start))
+            if num_tokens + sizes[start] <= max_tokens or start == end - 1:
+                num_parts, num_again, _ = best[start]
+                choice = (num_parts + 1, num_again + num_shared, start)
+                least = min(least, choice, key=lambda cut: cut[:2])
             num_tokens += sizes[start] - num_shared
-            if max_tokens is not None and num_tokens > max_tokens:
+            if num_tokens > max_tokens:
                 break
-        best.append(min(choices, key=lambda choice: choice[:2]))
+        best.append(least)
     parts: list[list[tuple[int, int]]] = []
     end = len(ordered)
     while end:

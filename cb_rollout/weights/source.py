@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
@@ -184,7 +183,10 @@ class Fsdp2Source(PlainSource):
         yield _all_gathered(tensors, splits or [None] * len(tensors))
 
     def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
-        """Begin to gather the next request before one is used, and hold both; over gloo, end it."""
+        """Begin to gather the next request before one is used, and hold both.
+
+        Over gloo, finish each gather before the next begins.
+        """
         gathers = (_all_gathered(*request, is_async=True) for request in requests)
         following = next(gathers, None)
         while (tensors := following) is not None:
@@ -209,9 +211,8 @@ def _gathered(tensor: torch.Tensor, split: Split | None, *, is_async: bool) -> t
         tensor = moved
     if split is None:
         whole = [Replicate()] * tensor.device_mesh.ndim
-        # Two gathers at once over gloo corrupt the heap: its threads free one string twice (torch
-        # 2.13). The first operator on an asynchronous result waits for it.
-        is_async = is_async and dist.get_backend(tensor.device_mesh.get_group(0)) != "gloo"
+        # The first operator on an asynchronous result waits for it.
+        is_async = is_async and fsdp_compat.may_overlap(tensor.device_mesh)
         return tensor.redistribute(placements=whole, async_op=is_async).to_local()
     part = unsharded_part(tensor)
     return split.part(tensor.full_tensor()) if part is None else part

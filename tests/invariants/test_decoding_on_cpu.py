@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import plain_logprobs, tiny_model
+from torch import fx
 from torch._inductor import config as inductor_config
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, generate_batch
@@ -193,6 +194,62 @@ def test_a_trace_that_is_kept_is_compiled_once_that_pays_off(settings, compiles,
         trace = runner_of(generator).attention_backend.traced_forward.trace
         assert trace is not None
         assert trace.is_compiled == compiles
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Regions of a trace are run by torch in place of inductor."""
+
+    def run_by_torch(graph, options):
+        module = fx.GraphModule({}, graph)
+        return lambda *inputs: module(*inputs)
+
+    monkeypatch.setattr(inductor, "compile_outputs", run_by_torch)
+
+
+@pytest.mark.usefixtures("soon", "quick")
+def test_other_weights_are_compiled_once_they_pay_off_too(monkeypatch):
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_COMPILING", 30)
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    seen = []
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        for _ in range(2):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 1.1)
+            generator.sync_weights()
+            for _ in range(2):
+                assert_right(rollout(generator), model)
+                trace = runner_of(generator).attention_backend.traced_forward.trace
+                seen.append(trace.is_compiled)
+    assert seen == [False, True, False, True]
+
+
+@pytest.mark.usefixtures("soon", "quick")
+def test_a_compiled_trace_that_fails_gives_way_to_an_uncompiled_one(monkeypatch, caplog):
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        generator.manager.warmup()
+        traced = runner_of(generator).attention_backend.traced_forward
+        assert traced.trace.is_compiled
+
+        def fails(*_):
+            raise RuntimeError("a kernel that fails")
+
+        monkeypatch.setattr(traced.trace, "_compute", fails)
+        assert_right(rollout(generator), model)
+        assert not traced.trace.is_compiled
+        assert "a trace is given up after it failed" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_warm_up_compiles_where_that_pays_off():
+    model = tiny_model("qwen3", num_hidden_layers=1)
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        traced = runner_of(generator).attention_backend.traced_forward
+        generator.manager.warmup(num_steps=300)
+        assert not traced.trace.is_compiled
+        generator.manager.warmup()
+        assert traced.trace.is_compiled
+        assert_right(rollout(generator), model)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ B: rows, V: vocabulary, H: query heads, D: size of a key, E: size of a value.
 """
 
 import logging
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ class TracedForward:
         self._num_traces = 0
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
-        self._compiles_later = self._is_compiled = False
+        self._steps_before_compiling = math.inf
         self.obstacle = ""
         """The reason why the forward is not compiled; "": it is, or was not to be."""
         self._weights: list[object] = []
@@ -127,7 +128,7 @@ class TracedForward:
             return "by the model, not compiled"
         if not self.can_trace:
             return "by the model"
-        if self._is_compiled:
+        if self._compiles_at_once:
             return "by the model, until compiled"
         return "by the model, until a trace pays off"
 
@@ -141,16 +142,20 @@ class TracedForward:
         """Return whether the forward has a trace, or may still get one."""
         if self._tracing is None:
             return False
-        may_run = self._is_compiled or self._tracing.simplify is not None
+        may_run = self._compiles_at_once or self._tracing.simplify is not None
         return self.trace is not None or (may_run and self._num_traces < MOST_TRACES)
+
+    @property
+    def _compiles_at_once(self) -> bool:
+        return self._steps_before_compiling < 0
 
     def compile(self) -> None:
         """Make a trace in the first step, and compile it."""
-        self._is_compiled, self._steps_before_trace = True, 0
+        self._steps_before_compiling, self._steps_before_trace = -1, 0
 
     def compile_later(self) -> None:
         """Make another trace once compiling it pays off, and compile that."""
-        self._compiles_later = True
+        self._steps_before_compiling = STEPS_BEFORE_COMPILING
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Drop the trace if a weight was replaced, an adapter switched, or a module has a hook.
@@ -169,15 +174,22 @@ class TracedForward:
         """Run the model itself from now on; `obstacle`: the reason why it is not compiled."""
         self._num_traces, self.trace, self.obstacle = MOST_TRACES, None, obstacle
 
-    def is_due(self) -> bool:
-        """Count a step, and decide whether to make a trace before it."""
+    def count_step(self) -> bool:
+        """Count a step on these weights; return whether to make a trace before it."""
         self._num_steps += 1
-        is_worthwhile = self._num_steps > STEPS_BEFORE_COMPILING and self.trace is not None
-        if self._compiles_later and is_worthwhile:
-            # The one that it replaces is not counted.
-            self._num_traces -= 1
-            self._compiles_later, self._is_compiled, self.trace = False, True, None
+        self._drop_uncompiled(self._num_steps)
         return self._num_steps > self._steps_before_trace and self._may_make_trace
+
+    def _drop_uncompiled(self, num_steps: float) -> None:
+        """Drop a trace that is worth compiling for so many steps; it is not counted."""
+        is_worthwhile = num_steps > self._steps_before_compiling
+        if is_worthwhile and self.trace is not None and not self.trace.is_compiled:
+            self._num_traces, self.trace = self._num_traces - 1, None
+
+    def _stay_uncompiled(self, obstacle: str) -> None:
+        """Give up a compiled trace, which is not counted; the next one is not compiled."""
+        self._steps_before_compiling, self.obstacle = math.inf, obstacle
+        self._num_traces, self.trace = self._num_traces - 1, None
 
     @property
     def _may_make_trace(self) -> bool:
@@ -194,16 +206,25 @@ class TracedForward:
             if is_out_of_memory(error):
                 raise
             _LOGGER.warning("a trace is given up after it failed: %s", error_text(error))
-            self.stay_untraced()
+            assert self._tracing is not None
+            if self.trace.is_compiled and self._tracing.simplify is not None:
+                self._stay_uncompiled(error_text(error))
+            else:
+                self.stay_untraced()
             return None
 
-    def warm_up(self, traceable: Traceable) -> None:
-        """Trace a forward if it may have a trace and has none, or go on without a trace."""
+    def warm_up(self, traceable: Traceable, num_steps: float = 0) -> None:
+        """Trace a forward if it may have a trace and has none, or go on without a trace.
+
+        `num_steps`: to come; the trace is compiled where that pays off.
+        """
+        num_steps = max(num_steps, self._num_steps)
+        self._drop_uncompiled(num_steps)
         if not self._may_make_trace:
             return
         assert self._tracing is not None
         self._num_traces += 1
-        is_compiled = self._is_compiled
+        is_compiled = num_steps > self._steps_before_compiling
         if is_compiled:
             _LOGGER.info("decode forwards are compiled, which takes seconds")
         try:
@@ -217,8 +238,7 @@ class TracedForward:
                 # Where nothing else than a compiled trace runs, the engine warns of all its paths.
                 level = logging.WARNING if self._tracing.simplify else logging.INFO
                 _LOGGER.log(level, "decode forwards are not compiled: %s", reason)
-                self._is_compiled, self.obstacle = False, reason
-                self._num_traces -= 1
+                self._stay_uncompiled(reason)
                 return
             self.stay_untraced()
             level = logging.INFO if is_answer else logging.WARNING
@@ -306,6 +326,8 @@ class Trace:
                 tracing.simplify(self.graph, tracing.inductor_options if is_compiled else None)
                 self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
         except Exception as error:
+            if not is_compiled:
+                raise
             raise UntraceableError(f"it does not compile: {error_text(error)}") from error
         self._try(traceable, tracing.tried_rows)
 

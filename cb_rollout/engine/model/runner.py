@@ -162,13 +162,13 @@ class ModelRunner:
         if self.attention_backend is not None:
             self.attention_backend.traced_forward.check_weights(self.model)
 
-    def warm_up(self) -> None:
+    def warm_up(self, num_steps: float = 0) -> None:
         if (backend := self.attention_backend) is not None:
             token_ids = hf_compat.text_token_ids(self.model)
             dtype, precisely = self.compute_dtype, self.computing_in
             forward = Traceable(self.decode, backend.cache, token_ids, dtype, precisely)
             with self.packed_linear.active():
-                backend.traced_forward.warm_up(forward)
+                backend.traced_forward.warm_up(forward, num_steps)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -228,7 +228,7 @@ class ModelRunner:
 
     def _paged_decode(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
         inputs, sides = backend.prepare(batch), self._sides(batch)
-        if backend.traced_forward.is_due():
+        if backend.traced_forward.count_step():
             self.warm_up()
         with self.rope.by_row(sides):
             # A trace takes one set of factors for all rows: that of the newest positions.

@@ -30,8 +30,8 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 # would take more bytes than the logits.
 LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
 
-# Rows whose exponentials a CPU computes at once.
-CPU_ROWS = 8
+# The exponentials that a CPU computes at once take so many bytes, which its cache holds.
+CPU_BYTES = 2 << 20
 
 
 def uniforms(seeds_B: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
@@ -123,9 +123,10 @@ def create_sampling_batch(
 
 
 class Exponentials(NamedTuple):
-    """Each row's unnormalized probabilities. C: chunks of the vocabulary."""
+    """Sums of each row's unnormalized probabilities. C: chunks of the vocabulary."""
 
     logits_BV: torch.Tensor
+    """float32, what the sums are of; `draw` reads them again."""
     peaks_B1: torch.Tensor
     """The largest logit, whose unnormalized probability is 1."""
     sums_BC: torch.Tensor
@@ -136,10 +137,11 @@ class Exponentials(NamedTuple):
 
 def exponentials(logits_BV: torch.Tensor) -> Exponentials:
     """Sum the exponentials of each row's logits, scaled so that the largest is 1."""
-    B = len(logits_BV)
+    B, V = logits_BV.shape
     peaks_B1 = logits_BV.amax(-1, keepdim=True)
     # What fits a CPU's cache is not written to memory, of which each new page costs time.
-    num_rows = CPU_ROWS if logits_BV.device.type == "cpu" else max(B, 1)
+    is_cpu = logits_BV.device.type == "cpu"
+    num_rows = max(1, CPU_BYTES // (4 * V) if is_cpu else B)
     parts = zip(logits_BV.split(num_rows), peaks_B1.split(num_rows), strict=True)
     sums = [_chunks((part - peaks).exp_()).sum(-1, dtype=torch.float64) for part, peaks in parts]
     sums_BC = torch.cat(sums)
@@ -147,9 +149,9 @@ def exponentials(logits_BV: torch.Tensor) -> Exponentials:
     return Exponentials(logits_BV, peaks_B1, sums_BC, normalizers_B)
 
 
-def _chunks(weights_BV: torch.Tensor) -> torch.Tensor:
-    B, V = weights_BV.shape
-    return weights_BV.reshape(B, -1, _chunk_size(V))
+def _chunks(values_BV: torch.Tensor) -> torch.Tensor:
+    B, V = values_BV.shape
+    return values_BV.reshape(B, -1, _chunk_size(V))
 
 
 @functools.cache

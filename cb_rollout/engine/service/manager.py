@@ -5,6 +5,7 @@ and its loop as attributes, and use the engine itself only inside a pause.
 """
 
 import asyncio
+import math
 import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -131,16 +132,17 @@ class ContinuousBatchingManager:
             "pickled nor copied; pickle its config, and make another of it."
         )
 
-    def warmup(self) -> None:
-        """Trace or compile decode steps now, and capture those that ran without their own graph.
+    def warmup(self, num_steps: float = math.inf) -> None:
+        """Trace and compile decode steps now, and capture those that ran without their own graph.
 
+        `num_steps` are to come: on a CPU steps are compiled, for seconds, where that pays off.
         On a GPU a graph for each number of rows was captured when the engine was made; steps of
         long sequences, or without a shared prompt, may want another. May be called before
         `start()`; a thread that trains must not compute at the same time.
         """
         with self.loop.paused():
             self.pauses.require_weights()
-            self.engine.warm_up()
+            self.engine.warm_up(num_steps)
 
     def start(self) -> None:
         """Start the background thread; a dead engine starts over with nothing queued."""

@@ -183,7 +183,7 @@ class GenerationBackend(TrainerCallback):
         self.make_batch: Callable[..., dict[str, Any]] | None = None
         """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
         self._is_training = False
-        self._warms_up = False
+        self._steps_to_come = 0
         self._step_began = time.perf_counter()
         self._seconds_this_step = 0.0
         self._loss_began: float | None = None
@@ -220,10 +220,10 @@ class GenerationBackend(TrainerCallback):
 
     def warm_up(self) -> None:
         """Trace or compile the model before the first rollout of a training that is long enough."""
-        is_due, self._warms_up = self._warms_up, False
-        if is_due and isinstance(self.generator, RolloutGenerator):
+        num_steps, self._steps_to_come = self._steps_to_come, 0
+        if num_steps >= STEPS_WORTH_TRACE and isinstance(self.generator, RolloutGenerator):
             self.generator.wake()
-            self.generator.manager.warmup()
+            self.generator.manager.warmup(num_steps)
 
     def end_rollout(self) -> None:
         metrics = self.context.metrics()
@@ -349,7 +349,7 @@ class GenerationBackend(TrainerCallback):
         self.forget_synced_step()
         num_rollouts = state.max_steps - state.global_step
         length = self.generator.manager.defaults.max_new_tokens or 0
-        self._warms_up = num_rollouts * length >= STEPS_WORTH_TRACE
+        self._steps_to_come = num_rollouts * length
         saved: Any = state.stateful_callbacks
         if state.global_step and DRAWS in saved:
             inputs = self.generator.manager.input_processor

@@ -120,7 +120,7 @@ def _weights_of(layer: LinearNode) -> list[fx.Node]:
 def simplify(graph: fx.Graph, options: Mapping[str, Any] | None) -> None:
     """Call the operators of a traced graph in the cheapest way, in place.
 
-    `options`: of inductor, which compiles those between products and attentions; None: not.
+    `options`: inductor's, to compile the graph's regions with; None: nothing is compiled.
     """
     _join_reshapes(graph)
     graph.eliminate_dead_code()
@@ -165,7 +165,7 @@ def _narrow(node: fx.Node) -> None:
 TRACING = Tracing(
     num_rows=3,
     # By the kernel of few rows, and by oneDNN.
-    tried_rows=(1, packed_linear.FEW_ROWS, 9, 33),
+    tried_rows=(1, packed_linear.FEW_ROWS, packed_linear.FEW_ROWS + 1, 33),
     rewrite=replace_linear_layers,
     simplify=simplify,
     # Round what the model rounds.

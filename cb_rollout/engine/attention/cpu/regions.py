@@ -21,8 +21,6 @@ VIEWS = {
     aten.expand.default,
     aten.select.int,
     aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
     aten.transpose.int,
     aten.unsqueeze.default,
     aten.view.default,
@@ -126,10 +124,11 @@ def _copied(
     copies: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate(inputs):
         copies[node] = copied.placeholder(f"input_{number}")
-        # Not a view: what it shows does not concern the region.
         x = node.meta["val"]
         with x.fake_mode:
-            copies[node].meta["val"] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+            # Inductor must not see what it is a view of.
+            fresh = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        copies[node].meta["val"] = fresh
     for node in region:
         args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
         copies[node] = copied.create_node(node.op, node.target, args, kwargs)
