@@ -36,7 +36,7 @@ from cb_rollout.tools.bench.workload import (
 
 def bench_rollout(setup: Setup) -> dict[str, Any]:
     """Return tokens per second of long-tailed groups and of equal lengths."""
-    workloads = races(setup.sizes, setup.device, setup.batch_size)
+    workloads = races(setup.sizes, setup.batch_size)
     return race(create_model(setup.sizes.shape, setup.device), workloads, setup)
 
 

@@ -103,7 +103,6 @@ def test_a_rollout_has_vllm_as_a_contender(calls, monkeypatch):
     idle = Contender(lambda *_: contextlib.nullcontext(lambda _: None), "does nothing")
     monkeypatch.setattr(shipped, "transformers_batching", lambda: idle)
     monkeypatch.setattr(shipped, "generate", lambda _: idle)
-    monkeypatch.setattr(shipped, "compiler_obstacle", lambda: "no compiler")
     monkeypatch.setattr(rollout, "matmul_flops", lambda *_: 1.0)
     monkeypatch.setattr(rollout, "products_seconds", lambda *_: 1.0)
     results = rollout.bench_rollout(Setup(device="cpu", repetitions=1, sizes=TINY))

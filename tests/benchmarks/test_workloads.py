@@ -13,7 +13,6 @@ import write_docs
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE
 from benchmarks.profile import OUTSIDE
 from benchmarks.sizes import MODELS, TINY
-from cb_rollout.tools.bench import run
 
 # The peers emit warnings of their own.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -49,8 +48,6 @@ def recorded(tmp_path_factory):
         if not path.exists():
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv(PYTHON_VARIABLE, raising=False)
-                # The slow test of the command has the compiled contender.
-                patch.setattr(run, "compiler_obstacle", lambda: "left out")
                 if workload.startswith("chat"):
                     # The real model is tested by itself, in `tests/real_weights/`.
                     patch.setattr("benchmarks.chats.smollm2_folder", lambda: chat_model(folder))

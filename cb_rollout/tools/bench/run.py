@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 import cb_rollout
-from cb_rollout.compat.inductor import compiler_obstacle
 from cb_rollout.rollout.checkpoint import torch_device
 from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
 from cb_rollout.tools.bench.workload import (
@@ -48,7 +47,7 @@ def run_rollout(options: Any, folder: Path) -> Path:
     name = options.model or DEFAULT_MODELS[device]
     sizes = TINY if options.tiny else MODELS[name]
     model, results = create_model(sizes.shape, device), {}
-    for group, (workload, contenders) in races(sizes, device, options.batch_size).items():
+    for group, (workload, contenders) in races(sizes, options.batch_size).items():
         print(f"{group}: {len(workload.prompts)} sequences, {workload.num_tokens} tokens")
         rates: dict[str, list[float]] = {row: [] for row in contenders}
         for repetition in range(options.repetitions):
@@ -69,7 +68,7 @@ def run_rollout(options: Any, folder: Path) -> Path:
 
 
 def races(
-    sizes: Sizes, device: str, batch_size: int | None = None
+    sizes: Sizes, batch_size: int | None = None
 ) -> dict[str, tuple[Workload, dict[str, Contender]]]:
     """Return the workloads with the contenders that run them, by name.
 
@@ -77,14 +76,11 @@ def races(
     """
 
     def contenders(best: int) -> dict[str, Contender]:
-        known = {
+        return {
             "cb_rollout": ours(),
             "transformers CB": transformers_batching(),
             "model.generate": generate(batch_size or best),
         }
-        if device == "cpu" and compiler_obstacle() is None:
-            known["cb_rollout, compiled"] = ours(use_default_compile_configs=True)
-        return known
 
     return {
         "long_tailed_groups": (long_tailed(sizes), contenders(BATCH_OF_TAILS)),
