@@ -236,7 +236,8 @@ class TracedForward:
             reason = str(error) if is_answer else error_text(error)
             if is_compiled:
                 # Where nothing else than a compiled trace runs, the engine warns of all its paths.
-                level = logging.WARNING if self._tracing.simplify else logging.INFO
+                is_asked = self._compiles_at_once and self._tracing.simplify is not None
+                level = logging.WARNING if is_asked else logging.INFO
                 _LOGGER.log(level, "decode forwards are not compiled: %s", reason)
                 self._stay_uncompiled(reason)
                 return
