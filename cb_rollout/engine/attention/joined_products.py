@@ -10,7 +10,7 @@ from cb_rollout.compat import inductor
 
 aten = torch.ops.aten
 
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
         *biases, rows, transposed = node.args
         shapes = [bias.meta["val"].shape for bias in biases]
         if transposed.target is aten.t.default and shapes in ([], [node.meta["val"].shape[1:]]):
-            source = rows.args[0] if rows.target in _VIEWS else rows
+            source = rows.args[0] if rows.target in RESHAPES else rows
             key = source, transposed.meta["val"].shape[0], bool(biases)
             layer = LinearNode(node, rows, transposed.args[0], biases[0] if biases else None)
             groups.setdefault(key, []).append(layer)

@@ -26,7 +26,12 @@ from cb_rollout.engine.attention.decode_cache import (
     UnsupportedAttentionError,
     unsupported_states,
 )
-from cb_rollout.engine.attention.joined_products import LinearNode, linear_nodes, replace_by_columns
+from cb_rollout.engine.attention.joined_products import (
+    RESHAPES,
+    LinearNode,
+    linear_nodes,
+    replace_by_columns,
+)
 from cb_rollout.engine.attention.traced_forward import Tracing, call_attention
 from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
@@ -77,8 +82,6 @@ METHODS: dict[Any, str] = {
     aten.sym_size.int: "size",
     aten.view.default: "reshape",
 }
-
-RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
 _ARGUMENTS = (

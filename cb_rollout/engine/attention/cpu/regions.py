@@ -13,17 +13,17 @@ import torch
 from torch import fx
 
 from cb_rollout.compat import inductor
+from cb_rollout.engine.attention.joined_products import RESHAPES
 
 aten = torch.ops.aten
 
 VIEWS = {
-    aten._unsafe_view.default,
+    *RESHAPES,
     aten.expand.default,
     aten.select.int,
     aten.slice.Tensor,
     aten.transpose.int,
     aten.unsqueeze.default,
-    aten.view.default,
 }
 
 ARITHMETIC = {
@@ -78,7 +78,7 @@ def compile_regions(graph: fx.Graph, options: Mapping[str, Any]) -> None:
 def _infer_numbers_of_rows(graph: fx.Graph) -> None:
     """Have reshapes infer the one size that depends on the number of rows, in place."""
     for node in graph.nodes:
-        if node.target not in (aten.view.default, aten._unsafe_view.default):
+        if node.target not in RESHAPES:
             continue
         source, sizes = node.args
         unknown = [index for index, size in enumerate(sizes) if isinstance(size, fx.Node)]
