@@ -33,12 +33,15 @@ if TYPE_CHECKING:
     from cb_rollout.integrations.audit_callback import audit_callback as audit_callback
     from cb_rollout.integrations.trl.attachment import attach as attach
     from cb_rollout.integrations.trl.attachment import detach as detach
+    from cb_rollout.integrations.trl.rollout_func import agent_reward as agent_reward
+    from cb_rollout.integrations.trl.rollout_func import make_agent_rollout as make_agent_rollout
     from cb_rollout.integrations.trl.rollout_func import make_rollout_func as make_rollout_func
     from cb_rollout.packing.logprobs import packed_logprobs as packed_logprobs
     from cb_rollout.rollout.audit.auditor import audit as audit
     from cb_rollout.rollout.audit.report import AuditReport as AuditReport
     from cb_rollout.rollout.generator import RolloutGenerator as RolloutGenerator
     from cb_rollout.rollout.generator import generate_batch as generate_batch
+    from cb_rollout.rollout.saved import SavedRollouts as SavedRollouts
     from cb_rollout.types import FinishReason as FinishReason
     from cb_rollout.types import GenerationOutput as GenerationOutput
     from cb_rollout.types import RequestStatus as RequestStatus

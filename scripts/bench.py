@@ -56,6 +56,9 @@ WORKLOADS = {
         "benchmarks.chats", "one GRPO step of SmolLM2-135M-Instruct", *REAL_WEIGHTS
     ),
     "sync": BenchCommand("benchmarks.sync", "a weight sync, beside bare tensor copies"),
+    "deltas": BenchCommand(
+        "benchmarks.deltas", "bytes of a pool's weight sync, whole and as a delta", *REAL_WEIGHTS
+    ),
     "strategies": BenchCommand(
         "benchmarks.strategies", "over-sampling and its like, against plain"
     ),

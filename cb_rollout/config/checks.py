@@ -11,6 +11,7 @@ import functools
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from enum import EnumMeta, StrEnum
@@ -204,6 +205,13 @@ def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
             "tokenizer(word, add_special_tokens=False).input_ids"
         )
     return tuple(map(token_ids, value))
+
+
+def optional_path(value: Any) -> str | None:
+    """Accept a path, and None."""
+    if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
+        raise ValueError("is neither a path nor None")
+    return None if value is None else os.fspath(value)
 
 
 def strings(value: Any) -> tuple[str, ...]:

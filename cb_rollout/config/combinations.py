@@ -70,22 +70,15 @@ COMBINATIONS = {
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
         "log-probabilities and rewards from that; leave it False, or take stop_strings and "
         "eos_token_id out of generation_kwargs."),
-    "pool, images": Combination("`RolloutPool`", "images",
-        "a pool samples prompts without images; use a RolloutGenerator for these."),
-    "pool, sharded module": Combination("`RolloutPool.sync_weights(model)`", "FSDP or ZeRO-3",
-        "the model is sharded over processes, and a pool takes whole weights from one; gather them "
-        "with torch.distributed.checkpoint.state_dict.get_model_state_dict(model, "
-        "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and pass these; for "
-        "attach, pass a RolloutConfig instead of the pool."),
-    "pool, sharded trainer": Combination("`attach(trainer, pool)`", "FSDP or ZeRO-3",
-        "FSDP or ZeRO-3 shards the model over {num_processes} processes, and a pool takes whole "
-        "weights from one; pass a RolloutConfig to attach instead of the pool, or train under "
-        "DDP."),
     "pool, shared weights": Combination("`RolloutPool`", "`weight_sync='shared'`",
         "weight_sync='shared': a pool's workers have weights of their own; leave it at 'auto'."),
+    "pool, several processes": Combination(
+        "`RolloutPool(accelerator=...)`", "`use_strategy` or `AsyncRollouts`",
+        "several processes share the pool, and {sampler} samples in each by itself; make the pool "
+        "without accelerator=, with workers of each process's own."),
     "pool, trainer's needs": Combination(
         "`attach(trainer, pool)`",
-        "`return_logprobs=False`, `release_cache='with_weights'` or `router_replay=True`",
+        "`return_logprobs=False` or `release_cache='with_weights'`",
         "{fault}: a trainer with a pool cannot use it; {advice}."),
     "released weights, shared": Combination(
         "`release_cache='with_weights'` and `sleep(level=2)`", "`weight_sync='shared'`",
@@ -116,6 +109,9 @@ COMBINATIONS = {
         "a tensor-parallel model is not served: requests would reach one process of its group "
         "only; leave tensor_parallel_size at 1 and load the model on one device, or serve with "
         "vLLM or SGLang."),
+    "saved rollouts, strategy": Combination("`SavedRollouts`", "`use_strategy`",
+        "a strategy decides what to sample, and saved rollouts were sampled; use Plain(), or "
+        "attach a RolloutConfig."),
     "strategy, batch": Combination(
         "a strategy",
         "tensor parallelism, or rows that are no multiple of `num_generations`; one that samples "
@@ -136,6 +132,10 @@ COMBINATIONS = {
         "`tensor_parallel_size` above 1", "`weight_sync='shared'`",
         "tensor_parallel_size={size} with weight_sync='shared': the training module is not split; "
         "leave weight_sync at 'auto', which makes a copy that is."),
+    "token advantages, trainer": Combination(
+        "`attach(token_advantages=...)`", "another trainer than GRPO",
+        "token_advantages under {trainer}, whose loss has no advantage for each token; leave it "
+        "out."),
     "tool timeout, one thread": Combination("`tool_timeout_seconds`", "`concurrent_tools=False`",
         "tool_timeout_seconds={seconds} needs a thread for each conversation; leave "
         "concurrent_tools=True."),

@@ -14,6 +14,7 @@ from cb_rollout.config.checks import (
     known_fields_only,
     number,
     one_of,
+    optional_path,
     setting,
 )
 from cb_rollout.config.combinations import refused
@@ -276,6 +277,13 @@ class RolloutConfig:
         "Sequences per rollout written, token by token, to the run's records; 0: none.",
         cost="Costs disk, one line per sequence.",
     )
+    save_rollouts: str | None = setting(
+        None,
+        "Folder that gets every rollout of a trainer as Parquet files, to train from again by "
+        "SavedRollouts; None: none.",
+        optional_path,
+        cost="Costs disk: about 12 bytes for each token.",
+    )
     concurrent_tools: bool = setting(
         True,
         "Call the tools of all conversations of a turn at the same time, each conversation in a "
@@ -349,6 +357,7 @@ TRAINER_FIELDS: dict[str, tuple[Any, ...]] = {
     "old_logps": (), "loss_forward": (), "loss_tokens_per_forward": (),
     "verify_every_steps": (0,), "verify_num_sequences": (),
     "max_logprob_drift": (), "on_logprob_drift": (), "record_num_sequences": (0,),
+    "save_rollouts": (),
     "concurrent_tools": (), "tool_timeout_seconds": (),
 }  # fmt: skip
 GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {

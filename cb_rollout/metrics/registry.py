@@ -262,6 +262,10 @@ METRICS = (
            "At num_extra_groups in every step is as it should be.", CHOICE),
     Metric("rollout/tokens_discarded", "tokens", "Tokens sampled and not returned.",
            "The price of the strategy; compare with the groups' tokens.", CHOICE),
+    Metric("rollout/agent_tokens_left_out", "fraction of 1",
+           "Sampled tokens of agents that rewrote their history, which no row trains on.",
+           "Rising: the agent summarizes or tries again; train on the sessions in your own loop.",
+           CHOICE),
     Metric("rollout/retries", "count", "Completions generated again, and rewards called again.",
            "Above 0: the environment fails; look at its own log.", CHOICE),
 )  # fmt: skip

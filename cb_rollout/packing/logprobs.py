@@ -228,7 +228,7 @@ def _scored(
         parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
         return Scores(torch.cat(parts))
 
-    routers = None if all(row.routes is None for row in rows) else _routers(inner)
+    routers = None if all(row.routes is None for row in rows) else routers_of(inner)
     scores = score_batches(
         model, batches, head, num_trained=len(batches), recompute=False, routers=routers
     )
@@ -304,7 +304,8 @@ def packing_obstacle(inner: Any) -> str:
         return f"its cache cannot be probed: {error_text(error)}"
 
 
-def _routers(inner: Any) -> Routers:
+def routers_of(inner: Any) -> Routers:
+    """Return the routers of an unwrapped model, found once."""
     if inner not in _ROUTERS:
         with torch.no_grad(), eval_mode(inner):
             _ROUTERS[inner] = find_routers(
@@ -319,7 +320,7 @@ def _plain(runner: ModelRunner, row: PackedRow) -> torch.Tensor:
         part = (row.routes, 0, row.num_tokens)
         routes_NLK = joined_routes([part], row.routes.shape[1:], runner.device)
         assert routes_NLK is not None
-        replaying = _routers(inner).replaying(inner, Replay(routes_NLK))
+        replaying = routers_of(inner).replaying(inner, Replay(routes_NLK))
     images = None if row.images is None else row.images.images
     with replaying:
         logits_NV = runner.plain_logits([*row.prompt_ids, *row.completion_ids], images=images)

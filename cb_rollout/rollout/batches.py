@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 from cb_rollout.config.hf import from_generation_config
 from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
+from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.lockstep import EngineGroup
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
 from cb_rollout.rollout.prompts import Encoded, Prompt, encoded_or_refused, one_per_input
@@ -76,6 +78,36 @@ def batch_arguments(
     if warning := next(filter(None, (equal_group_warning(p, count) for p in params)), None):
         warnings.warn(warning, stacklevel=3)
     return BatchArguments(prompts, params, count, record_timestamps, on_error == "return")
+
+
+def create_requests(
+    manager: Any, batches: Sequence[BatchArguments | None], group: EngineGroup | None
+) -> list[list[Request]]:
+    """Create the requests of each rank's batch, or of its absence, at a manager or a pool's."""
+    created: list[list[Request]] = [[] for _ in batches]
+    for rank, batch in enumerate(batches):
+        if batch is not None:
+            with tag_rank(group, rank):
+                created[rank] = manager.create_requests(
+                    batch.prompts,
+                    batch.params,
+                    members=range(batch.count),
+                    records_timestamps=batch.records_timestamps,
+                    keeps_refused=batch.keeps_refused,
+                )
+    return created
+
+
+def unfinished(created: Iterable[list[Request]]) -> list[Request]:
+    """Return the requests that were not refused."""
+    return [request for request in chain(*created) if not request.status.is_final]
+
+
+def outputs_of(
+    requests: Iterable[Request], finished: Mapping[str, GenerationOutput]
+) -> dict[str, GenerationOutput]:
+    """Return outputs by request id; of a refused request its own."""
+    return {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
 
 
 def require_finished(

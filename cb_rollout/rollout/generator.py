@@ -8,7 +8,6 @@ import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
@@ -33,9 +32,11 @@ from cb_rollout.rollout.batches import (
     BatchArguments,
     batch_arguments,
     broadcast_refusal,
+    create_requests,
     gathered,
+    outputs_of,
     require_finished,
-    tag_rank,
+    unfinished,
 )
 from cb_rollout.rollout.distributed import create_group_watch
 from cb_rollout.rollout.progress import PROGRESS_SECONDS, ProgressBar
@@ -179,30 +180,18 @@ class RolloutGenerator:
         warmup: bool = False,
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
         """Run the batches of all processes that share a copy; return this rank's outputs."""
-        created: list[list[Request]] = [[] for _ in batches]
-        for number, batch in enumerate(batches):
-            if batch is not None:
-                with tag_rank(self._gathers_over, number):
-                    created[number] = self.manager.create_requests(
-                        batch.prompts,
-                        batch.params,
-                        members=range(batch.count),
-                        records_timestamps=batch.records_timestamps,
-                        keeps_refused=batch.keeps_refused,
-                    )
-        served = [[r for r in requests if not r.status.is_final] for requests in created]
+        created = create_requests(self.manager, batches, self._gathers_over)
         self.wake()
         if warmup:
             self.manager.warmup()
         self.manager.start()
         watched = nullcontext() if self._watch is None else self._watch.watched()
         with watched, measured(self.manager) as metrics:
-            finished = _run(self.manager, list(chain(*served)), progress_bar)
+            finished = _run(self.manager, unfinished(created), progress_bar)
         self._last_metrics = metrics
         if batches[rank] is not None:
-            self._last_rollout = served[rank]
-        requests = created[rank]
-        return requests, {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
+            self._last_rollout = unfinished([created[rank]])
+        return created[rank], outputs_of(created[rank], finished)
 
     def join(self) -> None:
         """Roll out with the other processes of a split copy until all of them have called this.
@@ -217,6 +206,11 @@ class RolloutGenerator:
             if not any(batches):
                 return
             self._roll_out(batches, rank)
+
+    @property
+    def is_joint(self) -> bool:
+        """True if other processes must roll out whenever this one does."""
+        return self._gathers_over is not None
 
     @property
     def policy_version(self) -> int:
@@ -358,7 +352,7 @@ class RolloutGenerator:
             raise refused("served, tensor parallel")
         trained, settings = self._weights.trained, ServerOptions(**options)
         server = start_server(self.manager, self.tokenizer, settings, trained, self.sync_weights)
-        self._servers.append(server)
+        self._servers = [s for s in self._servers if s.is_running()] + [server]
         return server
 
     def close(self) -> None:

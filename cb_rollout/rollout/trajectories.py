@@ -1,10 +1,10 @@
 """Build token-exact training samples from an agent's turns.
 
 A turn is a server's answer: the prompt's token ids as the model received them, and the sampled
-tokens with log-probabilities and policy versions. A turn whose prompt begins with all tokens so far
-extends the sample. Any other turn is a drift: its template or client rewrote the history, or the
-text was tokenized differently. It begins a new sample, with its prompt as context that is not
-trained on. Called by any one thread; loads no torch.
+tokens with log-probabilities and policy versions. A turn whose prompt begins with all tokens of a
+sample extends it. Any other turn is a drift: its template or client rewrote the history, the agent
+tries again from an earlier turn, or the text was tokenized differently. It begins a new sample,
+with its prompt as context that is not trained on. Called by any one thread; loads no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -55,7 +55,8 @@ class Trajectory:
             policy_versions: runs of `(policy_version, num_tokens)`.
 
         Returns:
-            True if the prompt begins with all earlier tokens, and for the first turn.
+            True if the prompt begins with all tokens of a sample, the longest of which is extended,
+            and for the first turn.
 
         Raises:
             InvalidRequestError: the lists are of different lengths.
@@ -66,11 +67,13 @@ class Trajectory:
                 f"{len(generated_tokens)} tokens, {len(logprobs)} log-probabilities and "
                 f"{len(versions)} policy versions do not belong together; pass those of one answer."
             )
-        known = self.samples[-1].token_ids if self.samples else []
-        is_continued = list(prompt_ids[: len(known)]) == known
-        if not self.samples or not is_continued:
-            self.samples.append(Sample())
-        sample = self.samples[-1]
+        prompt_ids = list(prompt_ids)
+        begun = [s for s in self.samples if prompt_ids[: len(s.token_ids)] == s.token_ids]
+        is_continued = bool(begun) or not self.samples
+        sample = max(begun, key=lambda s: len(s.token_ids), default=None)
+        if sample is None:
+            sample = Sample()
+            self.samples.append(sample)
         context = prompt_ids[len(sample.token_ids) :]
         sample.token_ids += [*context, *generated_tokens]
         sample.is_sampled += [False] * len(context) + [True] * len(generated_tokens)

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request, Response
@@ -26,6 +27,7 @@ from cb_rollout.server.responses import (
 )
 from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.served_model import ServedModel
+from cb_rollout.server.sessions import Session
 from cb_rollout.types import GenerationOutput
 
 # Most characters of a field's name in an answer: a client may send any.
@@ -80,6 +82,7 @@ def create_app(served: ServedModel) -> AccessMiddleware:
     )
     _add_error_handlers(app)
     _add_generation(app, served)
+    _add_sessions(app, served)
     _add_control(app, served)
     _add_weight_updates(app, served)
     _add_server_info(app, served)
@@ -88,6 +91,11 @@ def create_app(served: ServedModel) -> AccessMiddleware:
 
 
 def _add_generation(app: FastAPI, served: ServedModel) -> None:
+    def session_of(request: Request) -> Session | None:
+        name = request.path_params.get("session")
+        return None if name is None else served.sessions.get(name)
+
+    @app.post("/sessions/{session}/v1/completions", include_in_schema=False)
     @app.post("/v1/completions")
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         """Complete one prompt or several."""
@@ -96,9 +104,11 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         params = await served.sampling_params(body)
         builder = CompletionResponseBuilder(served, body, prompts, params)
         name = body.request_id or request.headers.get(ID_HEADER)
-        submitted = served.submit(prompts, params, body.n or 1, body.stream, name)
+        session = session_of(request)
+        submitted = served.submit(prompts, params, body.n or 1, body.stream, name, session)
         return await _respond(builder, await submitted, body.stream, request)
 
+    @app.post("/sessions/{session}/v1/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions")
     async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
         """Answer a chat."""
@@ -109,7 +119,8 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         params = await served.sampling_params(body)
         builder = ChatResponseBuilder(served, body, chat, params, tools)
         name = body.request_id or request.headers.get(ID_HEADER)
-        submitted = served.submit([chat.prompt], params, body.n or 1, body.stream, name)
+        session = session_of(request)
+        submitted = served.submit([chat.prompt], params, body.n or 1, body.stream, name, session)
         return await _respond(builder, await submitted, body.stream, request)
 
     @app.post("/inference/v1/generate")
@@ -121,6 +132,34 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         builder, streams = TokenResponseBuilder(served, body, name), bool(body.stream)
         submitted = served.submit([body.token_ids], params, n, streams, name)
         return await _respond(builder, await submitted, streams, request)
+
+
+def _add_sessions(app: FastAPI, served: ServedModel) -> None:
+    @app.post("/sessions")
+    async def open_session() -> Response:
+        """Open a session; its `base_url` is an OpenAI client's."""
+        session = served.sessions.open()
+        return _Json({"session": session.id, "base_url": session.base_url})
+
+    @app.get("/sessions/{session}")
+    async def read_session(session: str) -> Response:
+        """Return the samples of a session so far, and its reward."""
+        found = served.sessions.get(session)
+        samples = [asdict(sample) for sample in found.trajectory.samples]
+        return _Json({"session": session, "reward": found.reward, "samples": samples})
+
+    @app.post("/sessions/{session}/end")
+    async def end_session(session: str, body: protocol.EndRequest) -> Response:
+        """End a session with its reward."""
+        served.sessions.get(session).end(body.reward)
+        return _Json({"status": "ended"})
+
+    @app.delete("/sessions/{session}")
+    async def close_session(session: str) -> Response:
+        """Forget a session that was opened by `/sessions`."""
+        served.sessions.get(session)
+        served.sessions.close(session)
+        return _Json({"status": "closed"})
 
 
 def _add_control(app: FastAPI, served: ServedModel) -> None:
@@ -224,6 +263,7 @@ def _add_server_info(app: FastAPI, served: ServedModel) -> None:
 
 
 def _add_inspection(app: FastAPI, served: ServedModel) -> None:
+    @app.get("/sessions/{session}/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
         """List the one model that is served."""

@@ -8,7 +8,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -24,6 +25,7 @@ if sys.platform != "win32":
 
 if TYPE_CHECKING:
     from cb_rollout.server.served_model import ServedModel
+    from cb_rollout.server.sessions import Session
 
 # Longer than a start or a close takes; after it something is broken.
 START_SECONDS = 30.0
@@ -147,6 +149,7 @@ class ServerHandle:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.base_url = f"{self.url}/v1"
         self.model, options = model, model.options
+        model.sessions.url = self.url
         self._server = uvicorn.Server(
             uvicorn.Config(
                 create_app(model),
@@ -168,6 +171,18 @@ class ServerHandle:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise RolloutError("the server did not start; its log says why.")
             time.sleep(0.005)
+
+    @contextmanager
+    def session(self) -> Iterator["Session"]:
+        """Open a session for an agent: a base URL of its own, whose answers' tokens are kept.
+
+        It is closed with the context; what it holds stays.
+        """
+        opened = self.model.sessions.open()
+        try:
+            yield opened
+        finally:
+            self.model.sessions.close(opened.id)
 
     def is_running(self) -> bool:
         return self._thread.is_alive()

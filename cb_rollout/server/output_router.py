@@ -18,6 +18,7 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import EngineDeadError
 from cb_rollout.server.protocol import ApiError, PauseMode
+from cb_rollout.server.sessions import Session
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 
@@ -41,10 +42,18 @@ class OutputRouter:
     def num_in_flight(self) -> int:
         return len(self._submissions)
 
-    def submit(self, requests: Sequence[Request], client_id: str | None = None) -> "Submission":
-        """Queue the sequences of an HTTP request, which its client calls `client_id`."""
+    def submit(
+        self,
+        requests: Sequence[Request],
+        client_id: str | None = None,
+        session: Session | None = None,
+    ) -> "Submission":
+        """Queue the sequences of an HTTP request, which its client calls `client_id`.
+
+        Those that finish are recorded in the `session`.
+        """
         deadline = self._asyncio_loop.time() + self._timeout_seconds
-        submission = Submission(self, requests, deadline, client_id)
+        submission = Submission(self, requests, deadline, client_id, session)
         self._manager.submit(requests, self)
         self._submissions |= dict.fromkeys(submission.unfinished, submission)
         return submission
@@ -118,9 +127,10 @@ class Submission:
         requests: Sequence[Request],
         deadline: float,
         client_id: str | None,
+        session: Session | None = None,
     ) -> None:
         self._router, self._deadline = router, deadline
-        self.client_id = client_id
+        self.client_id, self._session = client_id, session
         self.is_aborted = False
         """True once a client ended it early, to be answered with the tokens that it has."""
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}
@@ -132,6 +142,8 @@ class Submission:
         index = self.unfinished[output.request_id]
         if output.is_finished():
             del self.unfinished[output.request_id]
+        if output.status is RequestStatus.FINISHED and self._session is not None:
+            self._session.record(output)
         self._newest[index] = output
         self._changed.set()
 

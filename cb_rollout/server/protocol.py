@@ -86,6 +86,12 @@ Biases = Annotated[
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
 
+class EndRequest(Strict):
+    """Body of `/sessions/{session}/end`."""
+
+    reward: Annotated[float, Field(allow_inf_nan=False, strict=False)]
+
+
 class StreamOptions(Strict):
     """Options of a streamed response."""
 

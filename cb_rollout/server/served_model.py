@@ -40,6 +40,7 @@ from cb_rollout.server.protocol import (
     as_api_error,
 )
 from cb_rollout.server.rl.weight_updates import Sync, WeightUpdates
+from cb_rollout.server.sessions import Session, Sessions
 from cb_rollout.server.tool_parser import ToolParser
 
 T = TypeVar("T")
@@ -85,6 +86,7 @@ class ServedModel:
             self.weights = WeightUpdates(manager, trained, sync_weights, seconds)
         self._encoder = PromptEncoder(copy.deepcopy(tokenizer), options)
         tokenizer = text_tokenizer(tokenizer)
+        self.sessions = Sessions()
         self.is_ending = False
         """True once the server drains: new requests are refused."""
         self.control = EngineControl(manager)
@@ -209,8 +211,9 @@ class ServedModel:
         n: int,
         is_streaming: bool,
         client_id: str | None,
+        session: Session | None = None,
     ) -> Submission:
-        """Queue `n` sequences of each prompt, those of a prompt adjacent.
+        """Queue `n` sequences of each prompt, those of a prompt adjacent, for a session or none.
 
         Raises:
             ApiError: the request exceeds a limit of the server.
@@ -240,7 +243,7 @@ class ServedModel:
             requests = create()
         for request in requests:
             request.group = _group_of(request)
-        return self.output_router.submit(requests, client_id)
+        return self.output_router.submit(requests, client_id, session)
 
 
 async def _run(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:

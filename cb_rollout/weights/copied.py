@@ -6,8 +6,6 @@ Gathers sharded weights one bucket at a time. Called from the training thread, t
 
 import logging
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,11 +27,8 @@ from cb_rollout.weights.replica import (
     require_match,
     tensors_by_name,
 )
-from cb_rollout.weights.source import PlainSource, Request, create_source, register_head
-from cb_rollout.weights.tensor import Weight, computed_by, weights_of
-
-# Sharded weights gathered at once, twice that under FSDP2: little beside a model.
-BUCKET_BYTES = 256 * 2**20
+from cb_rollout.weights.source import PlainSource, create_source, register_head
+from cb_rollout.weights.tensor import Weight, computed_by, values_of, weights_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -99,7 +94,7 @@ class CopiedWeights(WeightSynchronizer):
             # Reading replaces a shard's storage, so take the states first.
             states = {weight: _state(weight, source) for weight in stale}
             num_bytes = 0
-            for weight, value in _values(stale, source, self._held):
+            for weight, value in values_of(stale, source, self._stored_as):
                 target = fsdp_compat.local_part(self._held[weight.names[0]])
                 target.copy_(value)
                 num_bytes += target.nbytes
@@ -112,7 +107,7 @@ class CopiedWeights(WeightSynchronizer):
         with torch.no_grad(), devices.plain_modes():
             return [
                 name
-                for weight, value in _values(weights, source, self._held)
+                for weight, value in values_of(weights, source, self._stored_as)
                 for name in weight.names
                 if not _is_equal(fsdp_compat.local_part(self._held[name]), value)
             ]
@@ -183,6 +178,10 @@ class CopiedWeights(WeightSynchronizer):
         weights = weights_of(self._source, source.stored, held)
         return source, weights, {weight: source.shape(weight.base) for weight in weights}
 
+    def _stored_as(self, weight: Weight) -> tuple[torch.dtype, Split | None]:
+        target = self._held[weight.names[0]]
+        return target.dtype, split_of(target)
+
     def _is_stale(self, weight: Weight, source: PlainSource) -> bool:
         # torch counts no writes to inference tensors.
         if weight.is_buffer or any(t.requires_grad or t.is_inference() for t in weight.tensors):
@@ -211,60 +210,6 @@ def _state(weight: Weight, source: PlainSource) -> tuple[Signature, tuple[float,
         writes = 0 if local.is_inference() else tensor._version + local._version
         signature.append((id(tensor), local.data_ptr(), writes))
     return tuple(signature), tuple(added.scaling for added in weight.low_ranks)
-
-
-def _values(
-    weights: Sequence[Weight], source: PlainSource, held: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[Weight, torch.Tensor]]:
-    """Yield each weight with its value, which is valid until the next one is requested.
-
-    A value is in the dtype of the tensor that is `held` under its name, or in a larger one. It is
-    whole, or this process's part where the held tensor is split.
-    """
-    asked: deque[tuple[list[Weight], list[Split | None]]] = deque()
-
-    def requests() -> Iterator[Request]:
-        for bucket in _buckets(weights, source):
-            needed: list[torch.Tensor] = []
-            splits: list[Split | None] = []
-            for weight in bucket:
-                target = held[weight.names[0]]
-                # An adapter's sum is rounded once: its terms come as they are, and small ones
-                # whole.
-                needed += weight.tensors
-                if not weight.low_ranks:
-                    needed[-1] = source.narrowed(weight.base, target.dtype)
-                splits += [split_of(target), *[None] * (len(weight.tensors) - 1)]
-            asked.append((bucket, splits))
-            yield needed, splits
-
-    for read in source.read_each(requests()):
-        bucket, splits = asked.popleft()
-        start = 0
-        for weight in bucket:
-            end = start + len(weight.tensors)
-            yield weight, weight.value(read[start:end], splits[start])
-            start = end
-        # Freed before more is gathered.
-        del read
-
-
-def _buckets(weights: Sequence[Weight], source: PlainSource) -> Iterator[list[Weight]]:
-    """Group neighbouring weights, each group at least one and up to `BUCKET_BYTES` gathered."""
-    bucket: list[Weight] = []
-    gathered: set[int] = set()
-    num_bytes = 0
-    for weight in weights:
-        pieces = source.pieces(weight.tensors)
-        added = sum(size for piece, size in pieces.items() if piece not in gathered)
-        if bucket and added and num_bytes + added > BUCKET_BYTES:
-            yield bucket
-            bucket, gathered, num_bytes, added = [], set(), 0, sum(pieces.values())
-        bucket.append(weight)
-        gathered.update(pieces)
-        num_bytes += added
-    if bucket:
-        yield bucket
 
 
 def _is_equal(held: torch.Tensor, value: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Find every tensor of the plain model inside a training module.
+"""Find every tensor of the plain model inside a training module, and read their values.
 
-Sees through PEFT, compile and checkpointing wrappers. Copies nothing.
+Sees through PEFT, compile and checkpointing wrappers. Gathers sharded weights one bucket at a time.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,10 @@ import torch
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat.tensor_parallel import Split
 from cb_rollout.weights.adapters import LowRank, low_ranks_of, wrapped_by_peft
+from cb_rollout.weights.source import PlainSource, Request
+
+# Sharded weights gathered at once, twice that under FSDP2: little beside a model.
+BUCKET_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,3 +114,65 @@ def computed_by(model: torch.nn.Module) -> dict[str, type | float]:
         numbers = torch_compat.forward_numbers(module)
         computing |= {f"{path}{name}": value for name, value in numbers.items()}
     return computing
+
+
+def values_of(
+    weights: Sequence[Weight],
+    source: PlainSource,
+    stored_as: Callable[[Weight], tuple[torch.dtype, Split | None]],
+) -> Iterator[tuple[Weight, torch.Tensor]]:
+    """Yield each weight with its value, which is valid until the next one is requested.
+
+    Every process of a collective source reads the same weights. A value is whole, or this process's
+    part of a split.
+
+    Args:
+        weights: to read, in this order.
+        source: reads their tensors.
+        stored_as: returns the dtype in which a weight will be stored, which the value's is or
+            exceeds, and how it is split.
+    """
+    asked: deque[tuple[list[Weight], list[Split | None]]] = deque()
+
+    def requests() -> Iterator[Request]:
+        for bucket in _buckets(weights, source):
+            needed: list[torch.Tensor] = []
+            splits: list[Split | None] = []
+            for weight in bucket:
+                dtype, split = stored_as(weight)
+                # An adapter's sum is rounded once: its terms come as they are, and small ones
+                # whole.
+                needed += weight.tensors
+                if not weight.low_ranks:
+                    needed[-1] = source.narrowed(weight.base, dtype)
+                splits += [split, *[None] * (len(weight.tensors) - 1)]
+            asked.append((bucket, splits))
+            yield needed, splits
+
+    for read in source.read_each(requests()):
+        bucket, splits = asked.popleft()
+        start = 0
+        for weight in bucket:
+            end = start + len(weight.tensors)
+            yield weight, weight.value(read[start:end], splits[start])
+            start = end
+        # Freed before more is gathered.
+        del read
+
+
+def _buckets(weights: Sequence[Weight], source: PlainSource) -> Iterator[list[Weight]]:
+    """Group neighbouring weights, each group at least one and up to `BUCKET_BYTES` gathered."""
+    bucket: list[Weight] = []
+    gathered: set[int] = set()
+    num_bytes = 0
+    for weight in weights:
+        pieces = source.pieces(weight.tensors)
+        added = sum(size for piece, size in pieces.items() if piece not in gathered)
+        if bucket and added and num_bytes + added > BUCKET_BYTES:
+            yield bucket
+            bucket, gathered, num_bytes, added = [], set(), 0, sum(pieces.values())
+        bucket.append(weight)
+        gathered.update(pieces)
+        num_bytes += added
+    if bucket:
+        yield bucket

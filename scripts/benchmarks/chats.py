@@ -77,7 +77,7 @@ def bench_chats_tail(setup: Setup) -> dict[str, Any]:
 
 
 def _race(setup: Setup, name: str) -> dict[str, Any]:
-    tokenizer, model = _load(setup.device)
+    tokenizer, model = load(setup.device)
     workload = _own_lengths(model, tokenizer, *_shape(setup, name))
     contenders = _contenders(setup.batch_size or len(workload.prompts))
     if name != CHATS:
@@ -106,7 +106,8 @@ def _shape(setup: Setup, name: str) -> tuple[int, int, int, int]:
     return shape if setup.sizes.num_sequences > GROUP_SIZE else (2, shape[1], 2, 4)
 
 
-def _load(device: str) -> tuple[PreTrainedTokenizerBase, Any]:
+def load(device: str) -> tuple[PreTrainedTokenizerBase, Any]:
+    """Return SmolLM2's tokenizer, and its model in float32, which ends no completion by itself."""
     folder = smollm2_folder()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     model = model.to(device).eval()
@@ -138,7 +139,7 @@ def _own_lengths(
     longest: int,
 ) -> Workload:
     """Return chats with the number of tokens after which the model ended each, EOS included."""
-    chats = _chats(tokenizer, num_prompts, prompt_tokens)
+    chats = chats_of(tokenizer, num_prompts, prompt_tokens)
     prompts = [chat for chat in chats for _ in range(num_completions)]
     with RolloutGenerator(model, RolloutConfig(seed=SEED), tokenizer=tokenizer) as generator:
         params = SamplingParams(temperature=1.0, max_new_tokens=longest)
@@ -146,8 +147,8 @@ def _own_lengths(
     return Workload(prompts, [len(output.generated_tokens) for output in outputs])
 
 
-def _chats(
-    tokenizer: PreTrainedTokenizerBase, num_prompts: int, prompt_tokens: int
+def chats_of(
+    tokenizer: PreTrainedTokenizerBase, num_prompts: int, prompt_tokens: int = 0
 ) -> list[list[int]]:
     """Return token ids of chats, each of `prompt_tokens` at least."""
     solved = random.Random(SEED)

@@ -23,6 +23,7 @@ SLOW = {
     "chats_long",
     "chats_tail",
     "chat_step",
+    "deltas",
     "gpu_model",
     "pool",
     "serve",
@@ -48,7 +49,7 @@ def recorded(tmp_path_factory):
         if not path.exists():
             with pytest.MonkeyPatch.context() as patch:
                 patch.delenv(PYTHON_VARIABLE, raising=False)
-                if workload.startswith("chat"):
+                if workload.startswith(("chat", "deltas")):
                     # The real model is tested by itself, in `tests/real_weights/`.
                     patch.setattr("benchmarks.chats.smollm2_folder", lambda: chat_model(folder))
                 assert bench.main([workload, *TINIEST, "--output-dir", str(folder)]) == 0

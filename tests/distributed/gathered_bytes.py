@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cb_rollout import RolloutConfig
-from cb_rollout.weights import copied, create_weight_sync
+from cb_rollout.weights import create_weight_sync, tensor
 
 
 class Gathers(TorchDispatchMode):
@@ -47,7 +47,7 @@ def synced(dtype: str) -> dict[str, Any]:
     fully_shard(model)
     weights = create_weight_sync(model, RolloutConfig(weight_sync="copy", rollout_dtype=dtype))
     # Less than any tensor, so that each is gathered alone.
-    copied.BUCKET_BYTES = 1
+    tensor.BUCKET_BYTES = 1
     with Gathers() as gathers:
         weights.sync()
     held, own = weights.module.state_dict(), whole.state_dict()

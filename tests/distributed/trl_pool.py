@@ -1,37 +1,120 @@
-"""One process of a trainer under DDP, with a pool of its own; called with a checkpoint and a file.
+"""One process of a trainer whose completions a pool samples.
 
-The processes' pools share the Ray cluster that `RAY_ADDRESS` names.
+Called with a checkpoint, a way of `WAYS`, and a file. In the way "own" each process has a pool of
+its own, else all share one. Ray is the cluster that `RAY_ADDRESS` names.
 """
 
 import json
+import os
 import sys
 import tempfile
+import weakref
 from pathlib import Path
+from typing import Any
 
-from tiny import char_tokenizer
+from accelerated import allow_deepspeed, allow_fsdp
+from peft import LoraConfig
+from playback import TOOLS
+from tiny import char_tokenizer, tiny_model
 from tiny_trainer import logged, tiny_trainer
+from trl_sharded import CHATS, fsdp, with_tools_on_some, zero
 
-from cb_rollout import RolloutConfig, attach
+from cb_rollout import RolloutConfig, RolloutError, attach
 from cb_rollout.integrations.ray import RolloutPool
+from cb_rollout.integrations.ray import pool as pool_module
+from cb_rollout.weights import tensor
+
+LORA = {"trainer_arguments": {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}}
+WAYS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "ddp": {},
+    "fsdp2": fsdp(2),
+    "fsdp2_lora": fsdp(2) | LORA,
+    "fsdp2_tools": {**(fsdp(2) | TOOLS | CHATS), "prepare_tokenizer": with_tools_on_some},
+    "fsdp1": fsdp(1),
+    "zero3": zero(3),
+}
+
+
+class Alive:
+    """Counts the bytes of values that are read for a sync and not freed yet."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._values: list[Any] = []
+        self._new_values = pool_module.new_values
+
+    def new_values(self, *arguments: Any) -> Any:
+        """In the place of `weight_update.new_values`."""
+        for expected, value in self._new_values(*arguments):
+            storage = value.untyped_storage()
+            self._values = [v for v in self._values if v() is not None] + [weakref.ref(storage)]
+            sizes = {id(s): s.nbytes() for s in (v() for v in self._values) if s is not None}
+            self.most = max(self.most, sum(sizes.values()))
+            del storage
+            yield expected, value
+            del value
+
+
+def error_of(call: Any) -> str:
+    """The name of what a call raises, and its text."""
+    try:
+        call()
+    except RolloutError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusals(pool: RolloutPool) -> list[str]:
+    """What a process is told where one of them does something wrong."""
+    prompts = [[5, 6], [10**9 if os.environ["RANK"] == "1" else 7]]
+    return [
+        error_of(lambda: pool.generate_batch(prompts, max_new_tokens=2)),
+        error_of(lambda: pool.sync_weights(tiny_model(hidden_size=32))),
+    ]
 
 
 def main() -> None:
-    checkpoint, found = sys.argv[1:]
-    trainer = tiny_trainer(Path(tempfile.mkdtemp()), per_device_train_batch_size=8, max_steps=2)
+    checkpoint, way, found = sys.argv[1:]
+    allow_fsdp()
+    allow_deepspeed()
+    settings = {"per_device_train_batch_size": 8, "max_steps": 2, **WAYS[way]}
+    trainer = tiny_trainer(Path(tempfile.mkdtemp()), **settings)
+    alive = Alive()
+    pool_module.new_values = alive.new_values
+    sizes = [p.nbytes for p in tiny_model(vocab_size=len(char_tokenizer())).parameters()]
+    tensor.BUCKET_BYTES = max(sizes)
     config = RolloutConfig(num_blocks=256, seed=3, verify_every_steps=1, max_logprob_drift=1e-4)
-    with RolloutPool(checkpoint, config, num_workers=1, tokenizer=char_tokenizer()) as pool:
+    with RolloutPool(
+        checkpoint,
+        config,
+        num_workers=1 if way == "own" else 2,
+        tokenizer=char_tokenizer(),
+        accelerator=None if way == "own" else trainer.accelerator,
+    ) as pool:
         generator = attach(trainer, pool)
         trainer.train()
         outputs = generator.generate_batch(["1+2="], max_new_tokens=20)
-        version = pool.policy_version
+        refused = [] if way == "own" else refusals(pool)
+        generator.sync_weights()
+        version, num_alive = pool.policy_version, pool.num_alive
     (output,) = outputs.values()
     result = {
         "version": version,
+        "num_alive": num_alive,
         "tokens": output.generated_tokens,
         "versions": output.policy_versions,
         "drifts": logged(trainer, "rollout/logprob_drift_max"),
-        "weights": sum(float(p.double().sum()) for p in trainer.model.parameters()),
+        "rollout_tokens": logged(trainer, "rollout/tokens"),
+        "lengths": logged(trainer, "completions/mean_length"),
+        "losses": logged(trainer, "loss"),
+        "refused": refused,
+        "most_bytes": alive.most,
+        "bucket_bytes": tensor.BUCKET_BYTES,
+        "all_bytes": sum(sizes),
     }
+    if way in ("own", "ddp"):
+        result["weights"] = sum(float(p.double().sum()) for p in trainer.model.parameters())
     Path(found).write_text(json.dumps(result))
 
 

@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 from cb_rollout import RolloutConfig
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.weights import copied, create_weight_sync, require_equal
+from cb_rollout.weights import create_weight_sync, require_equal, tensor
 
 
 class FakeDeepspeed:
@@ -64,7 +64,7 @@ def logits(model):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_follows_partitioned_parameters(deepspeed, monkeypatch, tied):
     largest = max(p.nbytes for p in tiny_model().parameters())
-    monkeypatch.setattr(copied, "BUCKET_BYTES", largest)
+    monkeypatch.setattr(tensor, "BUCKET_BYTES", largest)
     model, plain = (tiny_model(tie_word_embeddings=tied) for _ in range(2))
     deepspeed.partition(model)
     weights = create_weight_sync(model, RolloutConfig())

@@ -408,12 +408,16 @@ class ContinuousBatchingManager:
         too, in a pause of the engine; `ConfigurationError`: the model cannot run them.
         """
         requests = self.input_processor.requests(inputs, params, **options)
+        self.check_images(requests)
+        return requests
+
+    def check_images(self, requests: Sequence[Request]) -> None:
+        """Raise `ConfigurationError` where the model cannot run the images of a prompt."""
         for request in requests:
             if request.images is not None and not self.engine.has_checked(request.images):
                 with self.loop.paused():
                     self.pauses.require_weights()
                     self.engine.check_images(request)
-        return requests
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
         self.loop.submit(requests, sink)

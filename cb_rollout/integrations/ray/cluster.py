@@ -5,7 +5,7 @@ imports ray. Called from any thread.
 """
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -47,10 +47,13 @@ class RolloutWorker:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
 
-    def update(self, update: WeightUpdate, in_flight: InFlight, seconds: float) -> None:
-        """Fetch an update's tensors, each once per node, and give them to the worker."""
-        arrays = _ray().get(list(update.references), timeout=seconds)
-        self._worker.update(update, arrays, in_flight)
+    def update(
+        self, update: WeightUpdate, in_flight: InFlight, seconds: float, are_deltas: bool
+    ) -> None:
+        """Fetch an update's tensors or deltas, each once per node, and give them to the worker."""
+        references = update.deltas if are_deltas else update.references
+        arrays = _ray().get(list(references), timeout=seconds)
+        self._worker.update(update, arrays, in_flight, are_deltas=are_deltas)
 
 
 class Cluster:
@@ -89,9 +92,19 @@ class Cluster:
     def call(self, actor: Any, method: str, *arguments: Any) -> Any:
         return actor.call.remote(method, *arguments)
 
-    def update(self, actor: Any, update: WeightUpdate, in_flight: InFlight, seconds: float) -> Any:
+    def update(
+        self,
+        actor: Any,
+        update: WeightUpdate,
+        in_flight: InFlight,
+        seconds: float,
+        are_deltas: bool,
+    ) -> Any:
         """Have a worker fetch and take weights; return the reference of its result."""
-        return actor.update.remote(update, in_flight, seconds)
+        return actor.update.remote(update, in_flight, seconds, are_deltas)
+
+    def get(self, references: Sequence[Any]) -> list[np.ndarray]:
+        return self._ray.get(list(references))
 
     def put(self, array: np.ndarray) -> Any:
         return self._ray.put(array)

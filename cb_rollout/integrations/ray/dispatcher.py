@@ -89,6 +89,7 @@ class Dispatcher:
                 seed=request.seed,
                 group=request.group,
                 records_timestamps=request.records_timestamps,
+                images=request.images,
             )
             added.append(PooledSequence(request, sink, item))
         self._sequences |= {sequence.request.request_id: sequence for sequence in added}
@@ -123,9 +124,14 @@ class Dispatcher:
             sequence = self._items.get(output.request_id)
             if sequence is None or sequence.worker != worker:
                 continue
-            request_id, began = sequence.request.request_id, sequence.request.created_time
-            times = output.timestamps and [began + seconds for seconds in output.timestamps]
-            ended = replace(output, request_id=request_id, created_time=began, timestamps=times)
+            request, began = sequence.request, sequence.request.created_time
+            ended = replace(
+                output,
+                request_id=request.request_id,
+                created_time=began,
+                timestamps=output.timestamps and [began + s for s in output.timestamps],
+                images=request.images,
+            )
             self._end(sequence, ended)
 
     def withdraw(self, worker: int, *, is_dead: bool, reason: str = "") -> int:

@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.output_queue import OutputSink
@@ -63,9 +63,9 @@ class PoolManager:
 
     group: ClassVar[None] = None
     """No process shares the layers of a worker's model."""
-    routers: ClassVar[None] = None
-    """Routers are the workers' own."""
 
+    routers: Routers | None = None
+    """Routers whose choices the workers record."""
     input_processor: InputProcessor
     defaults: SamplingParams
     """Sampling parameters where a request has none: the attached trainer's, or the checkpoint's."""
@@ -162,11 +162,8 @@ class PoolManager:
             self._start_missing()
 
     def create_requests(self, inputs: Sequence[Any], *arguments: Any, **more: Any) -> list[Request]:
-        """Validate sequences; see `InputProcessor.requests`. Images are refused."""
-        requests = self.input_processor.requests(inputs, *arguments, **more)
-        if any(request.images is not None for request in requests):
-            raise refused("pool, images")
-        return requests
+        """Validate sequences; see `InputProcessor.requests`."""
+        return self.input_processor.requests(inputs, *arguments, **more)
 
     def start(self) -> None:
         """Do nothing: the workers run until the pool is closed."""
@@ -189,11 +186,11 @@ class PoolManager:
                 self._cluster.call(self._workers[number].handle, "cancel", item_ids)
 
     @contextmanager
-    def updating(self) -> Iterator[int]:
-        """Wait for other updates to end; yield the version of the weights that are sent inside."""
+    def updating(self) -> Iterator[WeightUpdate]:
+        """Wait for other updates to end; yield the weights before the ones that are sent inside."""
         with self._updating:
             self.require_can_wait()
-            yield self.policy_version + 1
+            yield self._weights
 
     def update(self, weights: WeightUpdate, in_flight: InFlight) -> None:
         """Have every worker take new weights, inside `updating`; one that does not is replaced.
@@ -329,7 +326,10 @@ class PoolManager:
         self, worker: _Worker, weights: WeightUpdate, in_flight: InFlight
     ) -> BaseException | None:
         """Have a worker take weights; return why it did not, and was ended."""
-        reference = self._cluster.update(worker.handle, weights, in_flight, self._timeout)
+        are_deltas = weights.is_delta_for(worker.version)
+        reference = self._cluster.update(
+            worker.handle, weights, in_flight, self._timeout, are_deltas
+        )
         try:
             # To fetch, and to write.
             await self._answer(worker, reference, "update", 2 * self._timeout)

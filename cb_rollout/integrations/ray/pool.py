@@ -1,15 +1,19 @@
 """Sample rollouts on workers of a Ray cluster, with the interface of `RolloutGenerator`.
 
-Owns request ids, seeds and policy versions. Called from training code, on any thread.
+Owns request ids, seeds and policy versions. Called from training code, on any thread; where
+several processes share a pool, on the training thread of each.
 """
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, Self
+from functools import partial
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 import torch
+from torch import distributed
 
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight, ReleaseCache, WeightSync
@@ -17,17 +21,56 @@ from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor
+from cb_rollout.engine.service.lockstep import EngineGroup
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError
 from cb_rollout.integrations.ray.cluster import Cluster
 from cb_rollout.integrations.ray.manager import PoolManager
-from cb_rollout.integrations.ray.weight_update import WeightUpdate, new_values
-from cb_rollout.metrics.registry import status_metrics
-from cb_rollout.rollout.batches import batch_arguments, require_finished
+from cb_rollout.integrations.ray.weight_update import (
+    DeltaCodec,
+    WeightUpdate,
+    WorkerTensor,
+    bytes_of,
+    new_values,
+)
+from cb_rollout.integrations.ray.worker import WorkerDescription
+from cb_rollout.metrics.registry import EngineCounters, EngineStatus, status_metrics
+from cb_rollout.rollout.batches import (
+    BatchArguments,
+    batch_arguments,
+    broadcast_refusal,
+    create_requests,
+    gathered,
+    outputs_of,
+    require_finished,
+    unfinished,
+)
 from cb_rollout.rollout.generator import measured
 from cb_rollout.rollout.progress import PROGRESS_SECONDS, ProgressBar
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
 from cb_rollout.types import GenerationOutput, SyncReport
+
+T = TypeVar("T")
+
+
+def _nothing() -> None: ...
+
+
+class PoolMember:
+    """The manager of a shared pool in a process that has none of its workers."""
+
+    group = None
+
+    def __init__(self, description: WorkerDescription, seed: int, tokenizer: Any) -> None:
+        """Stand for a pool whose first worker is described."""
+        self.limits, self.defaults = description.limits, description.defaults
+        self.routers = description.routers
+        self.input_processor = InputProcessor(description.limits, seed, None, tokenizer)
+        self.policy_version = 0
+        self.counters = EngineCounters()
+
+    def status(self) -> EngineStatus:
+        return EngineStatus(0, 0, 0, 0, 0, self.policy_version)
 
 
 class RolloutPool:
@@ -46,10 +89,15 @@ class RolloutPool:
         num_workers: int,
         tokenizer: Any = None,
         resources_per_worker: Mapping[str, float] | None = None,
+        accelerator: Any = None,
+        weight_deltas: bool = False,
         timeout_seconds: float = 120.0,
         start_timeout_seconds: float = 600.0,
     ) -> None:
         """Ask Ray for the workers, and wait for the first; the others join when they run.
+
+        With an `accelerator` the pool is one for all processes of a training. Each of them makes
+        it, and calls `generate_batch`, `sync_weights`, `resize` and `close` at the same places.
 
         Args:
             model_name_or_path: a checkpoint that every machine can read: a name on the Hub, or a
@@ -59,13 +107,17 @@ class RolloutPool:
             tokenizer: allows prompts that are strings or chats, and stop strings.
             resources_per_worker: as `{"CPU": 4, "GPU": 1}`, other names being the cluster's own;
                 None: one GPU where the cluster has GPUs, else one CPU.
+            accelerator: a trainer's; its main process asks for the workers, and all processes share
+                them. None: the workers are this process's own.
+            weight_deltas: send a worker the bits of its weights that changed, compressed; on a slow
+                network. Where they are no fewer bytes, and to a late worker, whole weights.
             timeout_seconds: longest wait for a worker's answer, for its fetch of new weights and
                 its write of them, or for a forward while it has work; then it is replaced.
             start_timeout_seconds: longest start of a worker, and longest time in which work waits
                 and no worker runs.
 
         Raises:
-            ImportError: ray is not installed.
+            ImportError: ray, or zstandard for deltas, is not installed.
             ConfigurationError: a setting or the model is not supported.
             EngineDeadError: no worker ran in time.
         """
@@ -82,19 +134,64 @@ class RolloutPool:
             if not seconds > 0:
                 raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
         self.tokenizer = tokenizer
-        self._cluster = Cluster(resources_per_worker)
+        self._codec = DeltaCodec() if weight_deltas else None
+        self._group: EngineGroup | None = None
+        if accelerator is not None and accelerator.num_processes > 1:
+            assert distributed.group.WORLD is not None, "accelerate made a process group"
+            self._group = EngineGroup(distributed.group.WORLD)
+        self._finalizer: Callable[[], Any] = _nothing
         arguments = (model_name_or_path, self.config, tokenizer)
-        self.manager = PoolManager(self._cluster, arguments, num_workers, *limits.values())
-        self._finalizer = weakref.finalize(self, _close, self.manager)
+        start = partial(self._start, resources_per_worker, arguments, num_workers, *limits.values())
         try:
-            worker = self.manager.first_description()
+            worker = self._on_main(start)
         except BaseException:
             self.close()
             raise
-        self._worker_tensors = worker.tensors
-        self.defaults = self.manager.defaults = worker.defaults
-        serving = replace(worker.limits, max_cached_tokens=self.manager.max_cached_tokens)
-        self.manager.input_processor = InputProcessor(serving, self.config.seed, None, tokenizer)
+        self._worker_tensors, self.defaults = worker.tensors, worker.defaults
+        if not self._is_main:
+            self.manager: Any = PoolMember(worker, self.config.seed, tokenizer)
+
+    def _start(
+        self,
+        resources: Mapping[str, float] | None,
+        arguments: tuple[Any, ...],
+        num_workers: int,
+        timeout_seconds: float,
+        start_timeout_seconds: float,
+    ) -> WorkerDescription:
+        self._cluster = Cluster(resources)
+        manager = self.manager = PoolManager(
+            self._cluster, arguments, num_workers, timeout_seconds, start_timeout_seconds
+        )
+        self._finalizer = weakref.finalize(self, _close, manager)
+        worker = manager.first_description()
+        manager.defaults, manager.routers = worker.defaults, worker.routers
+        serving = replace(worker.limits, max_cached_tokens=manager.max_cached_tokens)
+        manager.input_processor = InputProcessor(serving, self.config.seed, None, self.tokenizer)
+        return worker
+
+    @property
+    def is_shared(self) -> bool:
+        """True if several processes roll out together."""
+        return self._group is not None
+
+    @property
+    def _is_main(self) -> bool:
+        return self._group is None or self._group.is_leader
+
+    def _on_main(self, work: Callable[[], T], others: Callable[[], Any] = _nothing) -> T:
+        """Work in the main process, and do `others` in those beside it; all get result or error."""
+        if self._group is None:
+            return work()
+        try:
+            result: Any = work() if self._is_main else others()
+        except Exception as error:  # noqa: BLE001  raised below
+            result = error
+        results = self._group.gather(result)
+        for error in results:
+            if isinstance(error, Exception):
+                raise error
+        return results[0]
 
     def generate_batch(
         self,
@@ -115,33 +212,42 @@ class RolloutPool:
 
         Raises:
             InvalidRequestError: an input or a sampling parameter is refused; nothing was generated.
-            ConfigurationError: an input has images.
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: no worker can run, or the pool was closed.
         """
-        batch = batch_arguments(
-            inputs,
-            generation_config,
-            tokenizer=self.tokenizer,
-            defaults=self.defaults,
-            sampling_params=sampling_params,
-            num_return_sequences=num_return_sequences,
-            max_new_tokens=max_new_tokens,
-            on_error=on_error,
-        )
-        requests = self.manager.create_requests(
-            batch.prompts,
-            batch.params,
-            members=range(batch.count),
-            records_timestamps=record_timestamps,
-            keeps_refused=on_error == "return",
-        )
-        served = [request for request in requests if not request.status.is_final]
-        finished = self._run(served, progress_bar)
-        outputs = {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
+        with broadcast_refusal(self._group):
+            batch = batch_arguments(
+                inputs,
+                generation_config,
+                tokenizer=self.tokenizer,
+                defaults=self.manager.defaults,
+                sampling_params=sampling_params,
+                num_return_sequences=num_return_sequences,
+                max_new_tokens=max_new_tokens,
+                record_timestamps=record_timestamps,
+                on_error=on_error,
+            )
+        batches, rank = gathered(self._group, batch)
+        outputs = self._on_main(partial(self._roll_out, batches, progress_bar))[rank]
         if on_error == "raise":
             require_finished(outputs)
         return outputs
+
+    def join(self) -> None:
+        """Roll out with the other processes until all of them have called this.
+
+        As `RolloutGenerator.join`; where no process shares the pool it does nothing.
+        """
+        while self.is_shared and any(batches := gathered(self._group, None)[0]):
+            self._on_main(partial(self._roll_out, batches))
+
+    def _roll_out(
+        self, batches: Sequence[BatchArguments | None], is_shown: bool | None = False
+    ) -> list[dict[str, GenerationOutput]]:
+        """Run the batches of all processes; return the outputs of each."""
+        created = create_requests(self.manager, batches, self._group)
+        finished = self._run(unfinished(created), is_shown)
+        return [outputs_of(requests, finished) for requests in created]
 
     @property
     def policy_version(self) -> int:
@@ -151,7 +257,7 @@ class RolloutPool:
     @property
     def num_alive(self) -> int:
         """The number of workers that run with the current weights."""
-        return self.manager.num_alive
+        return self._on_main(lambda: self.manager.num_alive)
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers that should run; nothing that is sampled is lost.
@@ -161,7 +267,7 @@ class RolloutPool:
             EngineDeadError: no worker can run, or the pool was closed.
         """
         _require_workers(num_workers)
-        self.manager.resize(num_workers)
+        self._on_main(lambda: self.manager.resize(num_workers))
 
     def sync_weights(
         self,
@@ -178,13 +284,14 @@ class RolloutPool:
         Args:
             weights: the training module, wrapped or not, with its adapters added out of place; or a
                 state dict of the plain model. On its way each tensor is cast to the workers' dtype.
+                Of a module that FSDP or ZeRO-3 shards, every process gathers a bucket at a time.
             in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
 
         Returns:
-            The new policy version, the duration in seconds and the bytes put into the object store.
+            The new policy version, the duration in seconds and the bytes that a machine fetches.
 
         Raises:
-            ConfigurationError: the module is sharded over processes, or `in_flight` is unknown.
+            ConfigurationError: `in_flight` is unknown.
             WeightSyncError: the tensors are not the workers', or no worker took them. The pool
                 keeps its weights and its version.
             EngineDeadError: no worker can run, or the pool was closed.
@@ -194,14 +301,43 @@ class RolloutPool:
             raise ConfigurationError(
                 f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
             )
-        with self.manager.updating() as version:
-            sent = [
-                (tensor, self._cluster.put(array))
-                for tensor, array in new_values(weights, self._worker_tensors)
-            ]
-            update = WeightUpdate(version, *map(list, zip(*sent, strict=True)))
-            self.manager.update(update, InFlight(in_flight))
-        return SyncReport(version, time.perf_counter() - started, update.num_bytes)
+        values = new_values(weights, self._worker_tensors)
+
+        def send() -> WeightUpdate:
+            with self.manager.updating() as last:
+                try:
+                    update = self._stored(values, last)
+                finally:
+                    # The other processes gather every weight.
+                    deque(values, maxlen=0)
+                self.manager.update(update, InFlight(in_flight))
+            # References are the main process's.
+            return replace(update, references=[], deltas=[])
+
+        update = self._on_main(send, lambda: deque(values, maxlen=0))
+        if not self._is_main:
+            self.manager.policy_version = update.version
+        return SyncReport(update.version, time.perf_counter() - started, update.num_bytes)
+
+    def _stored(
+        self, values: Iterable[tuple[WorkerTensor, torch.Tensor]], last: WeightUpdate
+    ) -> WeightUpdate:
+        """Put weights into the object store, and their deltas to the last ones where wanted."""
+        update, put = WeightUpdate(last.version + 1, [], []), self._cluster.put
+        references = {t.names: r for t, r in zip(last.tensors, last.references, strict=True)}
+        deltas, num_bytes = [], 0
+        for tensor, value in values:
+            array = bytes_of(tensor, value)
+            update.tensors.append(tensor)
+            update.references.append(put(array))
+            if self._codec is not None and tensor.names in references:
+                (before,) = self._cluster.get([references[tensor.names]])
+                delta = self._codec.delta(tensor, array, before)
+                deltas.append(put(delta))
+                num_bytes += delta.nbytes
+        # What a late worker needs, and one whose weights are no version before, is whole.
+        is_smaller = len(deltas) == len(update.tensors) and num_bytes < update.num_bytes
+        return replace(update, deltas=deltas, delta_bytes=num_bytes) if is_smaller else update
 
     def close(self) -> None:
         """End all workers, and wait for their processes on this machine."""
@@ -259,7 +395,6 @@ class PooledGenerator:
         for fault, advice, is_so in (
             ("return_logprobs=False", "leave it True", not self.config.return_logprobs),
             ("release_cache='with_weights'", "use 'between_steps'", is_released),
-            ("router_replay=True", "attach a RolloutConfig instead", self.config.router_replay),
         ):
             if is_so:
                 raise refused("pool, trainer's needs", fault=fault, advice=advice)
@@ -273,6 +408,15 @@ class PooledGenerator:
     @property
     def policy_version(self) -> int:
         return self.pool.policy_version
+
+    @property
+    def is_joint(self) -> bool:
+        """True if other processes must roll out whenever this one does."""
+        return self.pool.is_shared
+
+    def join(self) -> None:
+        """Roll out with the other processes until all have called this; see `RolloutPool.join`."""
+        self.pool.join()
 
     def generate_batch(
         self, inputs: Iterable[Prompt], generation_config: Any = None, **more: Any

@@ -1,26 +1,26 @@
 """Read a model's weights for the workers of a pool, and write them over a worker's copy.
 
-Sends nothing. Reading is called on the trainer's thread, the rest in a worker.
+Owns the form of a delta: the bits that differ from the version before, compressed by zstandard, an
+optional package. Sends nothing. Reading is called on the trainer's thread, the rest in a worker.
 """
 
+import importlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.config.combinations import refused
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.errors import WeightSyncError, abbreviated
 from cb_rollout.weights.replica import mismatches, tensors_by_name
-from cb_rollout.weights.source import create_source
-from cb_rollout.weights.tensor import weights_of
+from cb_rollout.weights.source import create_source, register_head
+from cb_rollout.weights.tensor import values_of, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,22 @@ class WeightUpdate:
     """All weights of one policy version, without their bytes."""
 
     version: int
-    tensors: Sequence[WorkerTensor] = ()
+    tensors: list[WorkerTensor] = field(default_factory=list)
     """None: the weights are those of the checkpoint."""
-    references: Sequence[Any] = ()
+    references: list[Any] = field(default_factory=list)
     """Of each tensor's bytes in the object store, which are kept while this record is."""
+    deltas: list[Any] = field(default_factory=list)
+    """Of each tensor's delta to the version before, in the object store; empty: there are none."""
+    delta_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        """Bytes that a worker of the version before fetches."""
+        return self.delta_bytes or sum(tensor.num_bytes for tensor in self.tensors)
+
+    def is_delta_for(self, version: int) -> bool:
+        """Return whether a worker of `version` is sent deltas, and no whole tensors."""
+        return bool(self.deltas) and version == self.version - 1
 
 
 def worker_tensors(model: torch.nn.Module) -> tuple[WorkerTensor, ...]:
@@ -64,8 +72,10 @@ def worker_tensors(model: torch.nn.Module) -> tuple[WorkerTensor, ...]:
 
 def new_values(
     source: torch.nn.Module | Mapping[str, torch.Tensor], expected: Sequence[WorkerTensor]
-) -> Iterator[tuple[WorkerTensor, np.ndarray]]:
-    """Yield the expected tensors with the bytes of their new values.
+) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
+    """Yield the expected tensors with their new values, each valid until the next one.
+
+    Every process that a module is sharded over reads all of them: a bucket is gathered at a time.
 
     Args:
         source: a training module, wrapped or not, whose adapters are added out of place; or a
@@ -73,24 +83,51 @@ def new_values(
         expected: the tensors of the workers.
 
     Raises:
-        ConfigurationError: the module is sharded over processes, or an adapter cannot be merged.
+        ConfigurationError: an adapter cannot be merged.
         WeightSyncError: the tensors do not match; all differences are named.
     """
     is_module = isinstance(source, torch.nn.Module)
     read: Any = _values_of_module if is_module else _values_of_state_dict
     with torch.no_grad(), devices.plain_modes():
-        for tensor, value in read(source, expected):
-            # A copy: the source may free the value.
-            stored = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(value)
-            yield tensor, stored.reshape(-1).view(torch.uint8).numpy()
+        yield from read(source, expected)
+
+
+def bytes_of(tensor: WorkerTensor, value: torch.Tensor) -> np.ndarray:
+    """Return a copy of a value in the workers' dtype, as a flat array of bytes."""
+    stored = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(value)
+    return stored.reshape(-1).view(torch.uint8).numpy()
+
+
+class DeltaCodec:
+    """Compress the bits in which two versions of a tensor differ; frames carry a checksum."""
+
+    def __init__(self) -> None:
+        """Raise `ImportError` where zstandard is not installed."""
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError as error:
+            raise ImportError(
+                "weight_deltas=True needs zstandard: pip install 'cb_rollout[ray]'."
+            ) from error
+        self._compressor = zstandard.ZstdCompressor(level=1, threads=-1, write_checksum=True)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def delta(self, tensor: WorkerTensor, new: np.ndarray, old: np.ndarray) -> np.ndarray:
+        """Compress the changed bits, the first bytes of all elements before the second ones."""
+        planes = np.ascontiguousarray((new ^ old).reshape(-1, tensor.dtype.itemsize).T)
+        return np.frombuffer(self._compressor.compress(planes), dtype=np.uint8)
+
+    def changed(self, tensor: WorkerTensor, delta: np.ndarray) -> torch.Tensor:
+        """Return the changed bits that a delta holds, `[bytes]` uint8; raise if it is damaged."""
+        planes = np.frombuffer(self._decompressor.decompress(delta.data), dtype=np.uint8)
+        return torch.from_numpy(planes).view(tensor.dtype.itemsize, -1).t().reshape(-1)
 
 
 def _values_of_module(
     model: torch.nn.Module, expected: Sequence[WorkerTensor]
 ) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
     plain, source = hf_compat.unwrap(model), create_source(model)
-    if source.is_collective and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise refused("pool, sharded module")
+    register_head(plain)
     weights = weights_of(plain, source.stored)
     by_name = {name: weight for weight in weights for name in weight.names}
     _require_match(expected, {name: tuple(source.shape(w.base)) for name, w in by_name.items()})
@@ -102,8 +139,11 @@ def _values_of_module(
                 "and several in the training module; save the module as it is now, and make a "
                 "new pool of that checkpoint."
             )
-        with source.read(weight.tensors) as whole:
-            yield tensor, weight.value(whole)
+    chosen = [by_name[tensor.names[0]] for tensor in expected]
+    dtypes = {weight: tensor.dtype for weight, tensor in zip(chosen, expected, strict=True)}
+    values = values_of(chosen, source, lambda weight: (dtypes[weight], None))
+    for tensor, (_, value) in zip(expected, values, strict=True):
+        yield tensor, value
 
 
 def _values_of_state_dict(
@@ -158,11 +198,21 @@ def counterparts(update: WeightUpdate, model: PreTrainedModel) -> list[torch.Ten
 
 
 def write_weights(
-    update: WeightUpdate, arrays: Sequence[np.ndarray], tensors: Sequence[torch.Tensor]
+    update: WeightUpdate,
+    arrays: Sequence[np.ndarray],
+    tensors: Sequence[torch.Tensor],
+    *,
+    are_deltas: bool = False,
 ) -> None:
-    """Copy sent weights over their `counterparts`, in place."""
+    """Copy sent weights over their `counterparts`, in place; or change the bits of deltas."""
+    codec = DeltaCodec() if are_deltas else None
     with torch.no_grad(), devices.plain_modes(), warnings.catch_warnings():
         # An object store's memory is read-only, and it is only read here.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        warnings.filterwarnings("ignore", message="The given .* is not writable")
         for sent, array, own in zip(update.tensors, arrays, tensors, strict=True):
-            own.copy_(torch.from_numpy(array).view(sent.dtype).reshape(sent.shape))
+            if codec is None:
+                value = torch.from_numpy(array)
+            else:
+                changed = codec.changed(sent, array).to(own.device)
+                value = own.reshape(-1).view(torch.uint8) ^ changed
+            own.copy_(value.view(sent.dtype).reshape(sent.shape))

@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM
 
 from cb_rollout.compat.torch import release_workers
-from cb_rollout.config.enums import InFlight, RolloutDtype, WeightSync
+from cb_rollout.config.enums import InFlight, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.images.prompt_images import PromptImages
+from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.service.input_processor import ServingLimits
 from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.integrations.ray.weight_update import (
@@ -31,6 +31,7 @@ from cb_rollout.integrations.ray.weight_update import (
     write_weights,
 )
 from cb_rollout.metrics.registry import EngineCounters
+from cb_rollout.rollout.checkpoint import load_model
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
 
@@ -54,6 +55,8 @@ class WorkItem:
     group: int | None
     """Number that sequences of one prompt share."""
     records_timestamps: bool
+    images: PromptImages | None = None
+    """Images of the prompt, one object for its group; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ class WorkerDescription:
     capacity: int
     """Sequences that it should hold, running and waiting."""
     tensors: tuple[WorkerTensor, ...]
+    routers: Routers | None
+    """Those whose choices are recorded; None: `router_replay` is off."""
     process_id: int
 
 
@@ -90,13 +95,7 @@ class PoolWorker:
         Raises:
             ConfigurationError: the model or a setting is refused.
         """
-        is_auto = config.rollout_dtype == RolloutDtype.AUTO
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            model_name_or_path, dtype="auto" if is_auto else getattr(torch, config.rollout_dtype)
-        )
-        if torch.cuda.is_available():
-            model = model.to("cuda")
-        model.eval().requires_grad_(False)
+        model: Any = load_model(model_name_or_path, config.rollout_dtype).requires_grad_(False)
         # The pool bounds the load.
         own = replace(config, weight_sync=WeightSync.SHARED, max_queue_size=0)
         self._max_items = config.max_queue_size
@@ -124,11 +123,16 @@ class PoolWorker:
             defaults=self._manager.defaults,
             capacity=min(capacity, self._max_items or capacity),
             tensors=worker_tensors(self._manager.model),
+            routers=self._manager.routers,
             process_id=os.getpid(),
         )
 
     def submit(self, items: Sequence[WorkItem]) -> None:
-        """Queue items; equal groups are prefilled once."""
+        """Queue items; equal groups are prefilled once.
+
+        Raises:
+            ConfigurationError: the model cannot run prompts with images.
+        """
         requests = []
         for item in items:
             (request,) = self._manager.create_requests(
@@ -138,11 +142,12 @@ class PoolWorker:
                 records_timestamps=item.records_timestamps,
                 keeps_refused=True,
             )
-            request.seed, request.group = item.seed, item.group
+            request.seed, request.group, request.images = item.seed, item.group, item.images
             if request.status.is_final:
                 self._outputs.put(request.output())
                 continue
             requests.append(request)
+        self._manager.check_images(requests)
         with self._lock:
             self._running |= {request.request_id for request in requests}
             self._manager.submit(requests, self._outputs)
@@ -175,7 +180,12 @@ class PoolWorker:
         return WorkerReport([_without_clock(output) for output in outputs], counters)
 
     def update(
-        self, update: WeightUpdate, arrays: Sequence[np.ndarray], in_flight: InFlight
+        self,
+        update: WeightUpdate,
+        arrays: Sequence[np.ndarray],
+        in_flight: InFlight,
+        *,
+        are_deltas: bool = False,
     ) -> None:
         """Write new weights between two forwards, and stamp later tokens with their version.
 
@@ -187,7 +197,7 @@ class PoolWorker:
         tensors = counterparts(update, self._manager.model)
         with self._manager.paused(in_flight.value):
             try:
-                write_weights(update, arrays, tensors)
+                write_weights(update, arrays, tensors, are_deltas=are_deltas)
                 self._manager.loop.begin_policy_version(in_flight, update.version)
             except BaseException:  # noqa: BLE001  the process ends
                 os._exit(1)
@@ -197,7 +207,10 @@ class PoolWorker:
 
 
 def _without_clock(output: GenerationOutput) -> GenerationOutput:
-    """Return times since the arrival: clocks of two machines have nothing in common."""
+    """Return times since the arrival: clocks of two machines have nothing in common.
+
+    The pool has the images.
+    """
     began, times = output.created_time, output.timestamps
     times = None if times is None else [moment - began for moment in times]
-    return replace(output, created_time=0.0, timestamps=times)
+    return replace(output, created_time=0.0, timestamps=times, images=None)

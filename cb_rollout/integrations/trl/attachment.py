@@ -26,10 +26,11 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.concurrent_tools import ConcurrentTools
-from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
+from cb_rollout.integrations.ray.pool import RolloutPool
 from cb_rollout.integrations.trl import upstream
 from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
+    AttachedGenerator,
     GenerationBackend,
     attached_backend,
     create_generator,
@@ -46,9 +47,13 @@ from cb_rollout.integrations.trl.on_policy import (
 )
 from cb_rollout.integrations.trl.ordered_head import HEAD
 from cb_rollout.integrations.trl.records import TrainerRecords
-from cb_rollout.integrations.trl.scoring import TrainerScoring, require_known_ends
+from cb_rollout.integrations.trl.scoring import (
+    TokenAdvantages,
+    TrainerScoring,
+    require_known_ends,
+)
 from cb_rollout.rollout.distributed import create_failure_watch
-from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.rollout.saved import SavedRollouts
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
@@ -64,7 +69,9 @@ LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", 
 GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
 
 
-def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerator:
+def attach(
+    trainer: Any, config: Any = None, *, token_advantages: TokenAdvantages | None = None
+) -> AttachedGenerator:
     """Make a stock on-policy trainer of TRL generate through cb_rollout.
 
     Training, evaluation, tools and environments all use it. With a `GRPOTrainer` or `RLOOTrainer`
@@ -76,7 +83,11 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
         trainer: constructed with `use_vllm=False`, not yet training.
         config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
             the trainer's. Or a `RolloutPool` of the trainer's checkpoint: its workers sample, and
-            get the trainer's weights before each rollout. It has a config, and stays open.
+            get the trainer's weights before each rollout. It has a config, and stays open. Or
+            `SavedRollouts`, which were sampled before.
+        token_advantages: under GRPO, called with the batch's `LossRow`s and the trainer's
+            advantages, (B,); returns advantages of tokens, (B, T), with T tokens of the longest
+            completion, as those of a turn or of a branch. None: a row's tokens have its own.
 
     Returns:
         The generator; its `generate_batch` may also be called outside of training.
@@ -86,6 +97,9 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     """
     seam = seam_of(trainer)
     _require_supported(trainer, seam)
+    is_grpo = isinstance(trainer, upstream.GRPOTrainer)
+    if token_advantages is not None and not is_grpo:
+        raise refused("token advantages, trainer", trainer=type(trainer).__name__)
     if seam is not None:
         return _attach_generation(trainer, config, seam)
     _require_settings(trainer)
@@ -107,7 +121,7 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     is_main = trainer.accelerator.is_main_process
     records = TrainerRecords(trainer, config.record_num_sequences) if is_main else None
     backend = GenerationBackend(trainer, generator, records)
-    scoring = TrainerScoring(trainer, backend)
+    scoring = TrainerScoring(trainer, backend, token_advantages)
     if config.numerics == Numerics.BITWISE:
         backend.installed.enter_context(bitwise(trainer.model))
         backend.installed.enter_context(HEAD.installed())
@@ -131,11 +145,9 @@ def attach(trainer: Any, config: Any = None) -> RolloutGenerator | PooledGenerat
     return generator
 
 
-def _attach_generation(
-    trainer: Any, config: Any, seam: GenerationSeam
-) -> RolloutGenerator | PooledGenerator:
+def _attach_generation(trainer: Any, config: Any, seam: GenerationSeam) -> AttachedGenerator:
     """Attach a trainer whose loss needs nothing from the rollout but its tokens."""
-    own = config.config if isinstance(config, RolloutPool) else config
+    own = config.config if isinstance(config, RolloutPool | SavedRollouts) else config
     require_generation_alone(trainer, own, seam)
     generator = create_generator(trainer, config)
     backend = GenerationBackend(trainer, generator, synced_step=seam.synced_step)
@@ -220,9 +232,9 @@ def _require_settings(trainer: Any) -> None:
 
 
 def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
-    """Let a process whose conversations are over roll out with the others of a split copy."""
+    """Let a process whose conversations are over roll out with those that share its engine."""
     generator = backend.generator
-    if not isinstance(generator, RolloutGenerator) or generator.manager.group is None:
+    if not generator.is_joint:
         return
 
     def joined(turns: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback, TrainerState
 
-from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
-from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import ReleaseCache
 from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.sampling import SamplingParams
@@ -26,7 +25,9 @@ from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode
+from cb_rollout.packing.logprobs import routers_of
 from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.rollout.saved import RolloutSaver, SavedRollouts
 from cb_rollout.types import GenerationOutput
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ SUMMED = (
 AVERAGED = ("log_kept_mass", "kept_tokens")
 
 
-def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGenerator:
+AttachedGenerator = RolloutGenerator | PooledGenerator | SavedRollouts
+"""What gives an attached trainer its completions."""
+
+
+def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
     """Create a generator of the trainer's model, tokenizer, seed and sampling settings.
 
     Raises:
@@ -62,10 +67,12 @@ def create_generator(trainer: Any, config: Any) -> RolloutGenerator | PooledGene
             f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
             "prompt itself, num_generations times; take it out."
         )
+    if isinstance(config, SavedRollouts):
+        replays = config.config.router_replay
+        routers = routers_of(unwrap(trainer.model)) if replays else None
+        config.open(trainer.accelerator.process_index, trainer.generation_config, routers)
+        return config
     if isinstance(config, RolloutPool):
-        num_processes = trainer.accelerator.num_processes
-        if num_processes > 1 and shards_models(trainer.accelerator):
-            raise refused("pool, sharded trainer", num_processes=num_processes)
         generator = PooledGenerator(config, trainer.model, trainer.generation_config)
     else:
         generator = RolloutGenerator(
@@ -130,15 +137,22 @@ class RolloutContext:
     mode: Mode
     collected: Collected | None = None
     """Completions for the next prompts that the trainer asks for; None: sample them."""
-    outputs: list[GenerationOutput] = field(default_factory=list)
-    """Everything sampled, tool turns included, in the order of the trainer's prompts."""
     images: dict[str, list[Any]] = field(default_factory=dict)
     """Pictures of the prompts that have any, by the request's id."""
+    calls: list[list[GenerationOutput]] = field(default_factory=list)
+    """The outputs of each call of the engine."""
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
     """Of each call of the engine."""
+    step: int = 0
+    """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
     rows: list[LossRow] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     """One for each row, weighted and summed over the reward functions."""
+
+    @property
+    def outputs(self) -> list[GenerationOutput]:
+        """Everything sampled, tool turns included, in the order of the trainer's prompts."""
+        return list(chain(*self.calls))
 
     def metrics(self) -> dict[str, float]:
         turns, combined = self.turn_metrics, {}
@@ -167,13 +181,15 @@ class GenerationBackend(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        generator: RolloutGenerator | PooledGenerator,
+        generator: AttachedGenerator,
         records: TrainerRecords | None = None,
         synced_step: str = "_last_loaded_step",
     ) -> None:
         """Serve a trainer, whose attribute `synced_step` holds the step at which it synced last."""
         self._trainer, self.generator, self.records = trainer, generator, records
         self._synced_step = synced_step
+        folder, rank = generator.config.save_rollouts, trainer.accelerator.process_index
+        self._saver = None if folder is None else RolloutSaver(folder, rank)
         self.installed = ExitStack()
         """Contexts that end when the trainer is detached."""
         self.context = RolloutContext(self._mode)
@@ -189,8 +205,8 @@ class GenerationBackend(TrainerCallback):
         self._loss_began: float | None = None
         self._loss_seconds = 0.0
         # A pool's engines run elsewhere, by other clocks.
-        pooled = isinstance(generator, PooledGenerator)
-        self._durations = Durations() if pooled else generator.manager.durations
+        has_engine = isinstance(generator, RolloutGenerator)
+        self._durations = generator.manager.durations if has_engine else Durations()
 
     @property
     def _mode(self) -> Any:
@@ -202,8 +218,19 @@ class GenerationBackend(TrainerCallback):
         self.installed.enter_context(replacing(values))
 
     def begin_rollout(self, **known: Any) -> RolloutContext:
-        self.context = RolloutContext(self._mode, **known)
+        self._save_rollout()
+        step = self._trainer.state.global_step + (self._mode == "train")
+        self.context = RolloutContext(self._mode, step=step, **known)
         return self.context
+
+    def _save_rollout(self) -> None:
+        """Save the last rollout, which the trainer has scored by now."""
+        context = self.context
+        if self._saver is not None and context.calls:
+            named = zip(context.rows, context.rewards, strict=False)
+            rewards = {row.name: reward for row, reward in named}
+            self._saver.save(context.step, context.mode, context.calls, rewards)
+            context.calls = []
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -295,8 +322,9 @@ class GenerationBackend(TrainerCallback):
                     "trainer's max_completion_length."
                 ) from error
             outputs, metrics = list(batch.values()), self.generator.metrics()
-        context.outputs += outputs
-        context.turn_metrics.append(metrics)
+        context.calls.append(outputs)
+        if metrics:
+            context.turn_metrics.append(metrics)
         return outputs
 
     def release(self) -> None:
@@ -336,6 +364,7 @@ class GenerationBackend(TrainerCallback):
     def close(self) -> None:
         if self.records is not None:
             self.records.flush()
+        self._save_rollout()
         self.cancel_carried()
         self._trainer.remove_callback(self)
         self.installed.close()
@@ -354,8 +383,11 @@ class GenerationBackend(TrainerCallback):
         if state.global_step and DRAWS in saved:
             inputs = self.generator.manager.input_processor
             inputs.num_sequences = saved[DRAWS]["attributes"]["num_sequences"]
-        if self.records is not None:
-            self.records.begin_training(state.global_step)
+        if isinstance(self.generator, SavedRollouts):
+            self.generator.begin_training(state.global_step)
+        for recorder in (self.records, self._saver):
+            if recorder is not None:
+                recorder.begin_training(state.global_step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sync again, for the best weights may have been loaded at an unchanged step count."""
@@ -367,6 +399,7 @@ class GenerationBackend(TrainerCallback):
             self.generator.wake()
         if self.records is not None:
             self.records.flush()
+        self._save_rollout()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._step_began = time.perf_counter()

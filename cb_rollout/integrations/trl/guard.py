@@ -38,7 +38,7 @@ from cb_rollout.engine.numerics.agreement import (
 )
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
-from cb_rollout.integrations.ray.pool import PooledGenerator
+from cb_rollout.integrations.trl.backend import AttachedGenerator
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
 from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_whole_model
@@ -106,7 +106,7 @@ class LogprobGuard:
     def __init__(
         self,
         trainer: Any,
-        generator: RolloutGenerator | PooledGenerator,
+        generator: AttachedGenerator,
         recompute: Callable[[LossBatch], torch.Tensor],
     ) -> None:
         """Let `recompute` return the trainer's log-probabilities, (rows, T), of some rows."""

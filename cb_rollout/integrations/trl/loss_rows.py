@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,13 @@ class LossRow:
     @property
     def name(self) -> str:
         return self.request_id or "a sequence of rollout_func"
+
+    @property
+    def turns(self) -> list[range]:
+        """Return the completion tokens of each turn that was sampled."""
+        runs = groupby(range(len(self.is_sampled)), self.is_sampled.__getitem__)
+        turns = [list(positions) for is_sampled, positions in runs if is_sampled]
+        return [range(turn[0], turn[-1] + 1) for turn in turns]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,22 +263,36 @@ def _matched_spans(
 ) -> list[Span]:
     """Return the outputs of a completion, by their tokens; empty: an output is missing.
 
-    Rows with equal tokens and history take different requests, as long as there are any left.
+    Rows with equal tokens and history take different requests, as long as there are any left. A
+    sampled span may go on, at any token, with an output whose prompt ends there: a branch.
     """
     spans = []
     starts = [t for t, own in enumerate(is_sampled) if own and not (t and is_sampled[t - 1])]
     for start in starts:
         end = next((t for t in range(start, len(is_sampled)) if not is_sampled[t]), None)
-        part = list(completion_ids[start:end])
-        candidates = by_prompt.get((*prompt_ids, *completion_ids[:start]), [])
-        found = next(
-            (n for n, o in enumerate(candidates) if o.generated_tokens[: len(part)] == part), None
-        )
-        if found is None:
-            return []
-        candidates.append(candidates.pop(found))
-        spans.append((start, len(part), candidates[-1]))
+        while start < len(completion_ids[:end]):
+            part = list(completion_ids[start:end])
+            candidates = by_prompt.get((*prompt_ids, *completion_ids[:start]), [])
+            equal = [_num_equal(output.generated_tokens, part) for output in candidates]
+            found = next((n for n, count in enumerate(equal) if count == len(part)), None)
+            num_tokens = len(part)
+            if found is None:
+                forks = range(max(equal, default=0), 0, -1)
+                ids = [*prompt_ids, *completion_ids[:start]]
+                num_tokens = next((n for n in forks if (*ids, *part[:n]) in by_prompt), 0)
+                found = next((n for n, count in enumerate(equal) if count >= num_tokens), None)
+            if not num_tokens or found is None:
+                return []
+            candidates.append(candidates.pop(found))
+            spans.append((start, num_tokens, candidates[-1]))
+            start += num_tokens
     return spans
+
+
+def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return with how many equal tokens two sequences begin."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> None:

@@ -1,19 +1,27 @@
-"""Generate completions for a `rollout_func`, by the attached engine.
+"""Make functions for `GRPOTrainer(rollout_func=...)` that sample by the attached engine.
 
 Called by the trainer, on its thread.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import attached_backend
+from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.integrations.trl.backend import GenerationBackend, attached_backend
+from cb_rollout.metrics.registry import status_metrics
+from cb_rollout.rollout.generator import RolloutGenerator, measured
+from cb_rollout.rollout.trajectories import Sample
+
+RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
+"""Takes the prompts and the trainer; returns columns."""
+
+Agent = Callable[[str, Any], float | None]
+"""Takes an OpenAI base URL and a prompt; returns the reward."""
 
 
-def make_rollout_func(
-    sampling_params: SamplingParams | None = None,
-) -> Callable[[list[Any], Any], dict[str, Any]]:
+def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutFunc:
     """Make a `rollout_func` for `GRPOTrainer` that samples one completion of every prompt.
 
     Pass it to the trainer as it is, or call it, once or for each turn, from a function of your own.
@@ -30,12 +38,7 @@ def make_rollout_func(
     """
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        backend = attached_backend(trainer)
-        if backend is None:
-            raise ConfigurationError(
-                "make_rollout_func() samples by the attached engine; call "
-                "cb_rollout.attach(trainer) before train()."
-            )
+        backend = _backend_of(trainer)
         ids = prompts
         if prompts and not all(_are_token_ids(prompt) for prompt in prompts):
             ids, _, _ = trainer._tokenize_prompts(prompts)
@@ -47,6 +50,97 @@ def make_rollout_func(
         }
 
     return rollout
+
+
+def make_agent_rollout(
+    agent: Agent, *, num_threads: int = 64, timeout_seconds: float = 600.0
+) -> RolloutFunc:
+    """Make a `rollout_func` of an agent that knows only an OpenAI base URL.
+
+    The policy is served on this machine, with a base URL for each completion that the trainer
+    wants. Trained on are the tokens that the engine sampled, as it sampled them. The agent leaves
+    sampling parameters out: its requests are sampled as the trainer's. Where it rewrites its
+    history, the part with the most sampled tokens is trained on.
+
+    Args:
+        agent: called as `agent(base_url, prompt)`, in a thread of its own. Returns the reward; or
+            None, and somebody POSTs it to `/sessions/ID/end`, before or after. An exception ends
+            the training.
+        num_threads: agents that run together.
+        timeout_seconds: longest request of an agent, and longest wait for a reward.
+
+    Returns:
+        A function for `GRPOTrainer`. With `reward_funcs=agent_reward` the rewards are the agents'.
+    """
+
+    def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        backend = _backend_of(trainer)
+        generator = backend.generator
+        if not isinstance(generator, RolloutGenerator):
+            raise ConfigurationError(
+                "make_agent_rollout() serves an engine of this process; attach a RolloutConfig."
+            )
+        options = {"port": 0, "request_timeout_seconds": timeout_seconds}
+
+        def play(prompt: Any) -> Any:
+            with server.session() as session:
+                reward = agent(session.base_url, prompt)
+                if reward is not None:
+                    session.end(reward)
+                session.wait(timeout_seconds)
+            if not session.outputs:
+                raise RolloutError(f"the agent made no request for {prompt!r:.200}")
+            return session
+
+        backend.warm_up()
+        generator.wake()
+        with (
+            generator.serve(**options) as server,
+            measured(generator.manager) as metrics,
+            ThreadPoolExecutor(num_threads, "cb_rollout agent") as threads,
+        ):
+            sessions = list(threads.map(play, prompts))
+        backend.context.calls.append([output for s in sessions for output in s.outputs])
+        status = status_metrics(generator.manager.status())
+        backend.context.turn_metrics.append(metrics | status)
+        _log_left_out(backend, [session.trajectory.samples for session in sessions])
+        samples = [max(s.trajectory.samples, key=_num_sampled) for s in sessions]
+        starts = [sample.is_sampled.index(True) for sample in samples]
+        parts = list(zip(samples, starts, strict=True))
+        return {
+            "prompt_ids": [sample.token_ids[:start] for sample, start in parts],
+            "completion_ids": [sample.token_ids[start:] for sample, start in parts],
+            "logprobs": [sample.logprobs[start:] for sample, start in parts],
+            "env_mask": [list(map(int, sample.is_sampled[start:])) for sample, start in parts],
+            "agent_reward": [session.reward for session in sessions],
+        }
+
+    return rollout
+
+
+def agent_reward(completions: list[Any], agent_reward: list[float], **_: Any) -> list[float]:
+    """Return the rewards of `make_agent_rollout`'s agents: a reward function for `GRPOTrainer`."""
+    return agent_reward
+
+
+def _num_sampled(sample: Sample) -> int:
+    return sum(sample.is_sampled)
+
+
+def _log_left_out(backend: GenerationBackend, sessions: Sequence[Sequence[Sample]]) -> None:
+    counts = [sorted(map(_num_sampled, samples)) for samples in sessions]
+    left_out = sum(sum(count[:-1]) for count in counts) / sum(map(sum, counts))
+    backend.log({"rollout/agent_tokens_left_out": left_out}, backend.context.mode)
+
+
+def _backend_of(trainer: Any) -> GenerationBackend:
+    backend = attached_backend(trainer)
+    if backend is None:
+        raise ConfigurationError(
+            "this rollout_func samples by the attached engine; call cb_rollout.attach(trainer) "
+            "before train()."
+        )
+    return backend
 
 
 def _are_token_ids(prompt: Any) -> bool:

@@ -10,7 +10,7 @@ B: rows of a batch, T: tokens of a completion.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,7 @@ from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Disagreement
+from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl.backend import Collected, GenerationBackend
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
 from cb_rollout.integrations.trl.loss_rows import (
@@ -39,6 +40,9 @@ from cb_rollout.rollout.generator import RolloutGenerator
 
 # TRL 1.16's metrics of sampled against old log-probabilities.
 DIFFERENCES = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+
+TokenAdvantages = Callable[[Sequence[LossRow], torch.Tensor], torch.Tensor]
+"""Takes the rows of a batch and their advantages, (B,); returns advantages of tokens, (B, T)."""
 
 # A loss of these is a product with the advantage; another one may train every row.
 LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
@@ -118,8 +122,14 @@ class TruncatedCompletions:
 class TrainerScoring:
     """Scoring of a trainer's rollouts."""
 
-    def __init__(self, trainer: Any, backend: GenerationBackend) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        backend: GenerationBackend,
+        token_advantages: TokenAdvantages | None = None,
+    ) -> None:
         """Keep the trainer's own methods, before the caller replaces them."""
+        self.token_advantages = token_advantages
         self._trainer, self._backend, self._records = trainer, backend, backend.records
         generator = backend.generator
         config, manager, routers = generator.config, generator.manager, generator.manager.routers
@@ -220,10 +230,25 @@ class TrainerScoring:
         sampled_BT = batch.get("sampling_per_token_logps")
         if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
             batch.setdefault("old_per_token_logps", sampled_BT)
+        if self.token_advantages is not None:
+            batch["advantages"] = self._per_token(self.token_advantages, batch, context.rows)
         batch[ROWS_KEY] = context.rows
         if self._records is not None:
             self._records.add(context.mode, context.rows, context.rewards, context.images, batch)
         return batch
+
+    def _per_token(
+        self, hook: TokenAdvantages, batch: dict[str, Any], rows: Sequence[LossRow]
+    ) -> torch.Tensor:
+        advantages_B, shape = batch["advantages"], batch["completion_mask"].shape
+        advantages_BT = hook(rows, advantages_B.clone())
+        found = getattr(advantages_BT, "shape", type(advantages_BT).__name__)
+        if not isinstance(advantages_BT, torch.Tensor) or found != shape:
+            raise ConfigurationError(
+                f"token_advantages returned {found}; return a tensor {tuple(shape)}: a number for "
+                "each token of the longest completion."
+            )
+        return advantages_BT.to(advantages_B)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         """Replace `compute_loss`: give the forward inside the records of its rows."""

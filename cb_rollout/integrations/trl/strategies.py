@@ -24,6 +24,7 @@ import torch
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import OldLogps, ReleaseCache
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.ray.pool import PooledGenerator
 from cb_rollout.integrations.trl.backend import (
     Collected,
     GenerationBackend,
@@ -39,6 +40,7 @@ from cb_rollout.integrations.trl.images import (
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
+from cb_rollout.rollout.saved import SavedRollouts
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
 
 # A row of the data set.
@@ -92,6 +94,10 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
         raise ConfigurationError("use_strategy takes an attached trainer; call attach first.")
     is_plain = isinstance(strategy, Plain)
     if not is_plain:
+        if isinstance(backend.generator, SavedRollouts):
+            raise refused("saved rollouts, strategy")
+        if backend.generator.is_joint and isinstance(backend.generator, PooledGenerator):
+            raise refused("pool, several processes", sampler="a strategy")
         _require_place(trainer, strategy, backend)
     backend.cancel_carried()
     backend.collector = backend.make_batch = None

@@ -13,11 +13,13 @@ from peft import LoraConfig
 from processes import run_processes
 from tiny import char_tokenizer, plain_logprobs, tiny_model
 from tiny_trainer import PROBLEMS, logged, share_of_sevens, tiny_trainer
+from tiny_vision import picture, tiny_vision_model
+from tiny_vision_trainer import vision_trainer
 from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
+from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, attach, detach
 from cb_rollout.engine.service.input_processor import InputProcessor
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
@@ -171,13 +173,90 @@ def test_each_process_of_a_trainer_samples_its_share_on_a_pool_of_its_own(
     checkpoint, cluster, monkeypatch
 ):
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    first, second = run_processes("distributed/trl_pool.py", checkpoint)
+    first, second = run_processes("distributed/trl_pool.py", checkpoint, "own")
     assert first["weights"] == second["weights"]
-    assert first["version"] == second["version"] == 2
+    assert first["version"] == second["version"] == 3
     # Processes never draw the same numbers.
     assert first["tokens"] != second["tokens"]
     assert len(first["drifts"]) == 2
     assert max(first["drifts"]) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "num_processes"),
+    [
+        *(("ddp", 2), ("fsdp2", 4), ("fsdp2_lora", 2), ("fsdp2_tools", 2)),
+        *(("fsdp1", 2), ("zero3", 2)),
+    ],
+)
+def test_the_processes_of_a_trainer_share_a_pool(
+    checkpoint, cluster, monkeypatch, way, num_processes
+):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    ranks = run_processes("distributed/trl_pool.py", checkpoint, way, num_processes=num_processes)
+    # The forward of the sharded trainer is the reference.
+    assert len(ranks[0]["drifts"]) == 2
+    assert max(ranks[0]["drifts"]) <= 1e-5
+    for rank in ranks:
+        assert (rank["version"], rank["num_alive"]) == (3, 2)
+        assert rank["versions"] == [[2, len(rank["tokens"])]]
+        # Of a sharded model no process holds more than a bucket, and the tensor after it.
+        assert rank["most_bytes"] <= 2 * rank["bucket_bytes"] or way == "ddp"
+        assert rank["all_bytes"] > 4 * rank["bucket_bytes"]
+        prompt, module = rank["refused"]
+        assert "outside the model's vocabulary" in prompt
+        assert module.startswith("WeightSyncError")
+    assert len({tuple(rank["tokens"]) for rank in ranks}) > 1
+    if "tools" not in way:
+        counts = [8 * num_processes * length for length in ranks[0]["lengths"]]
+        assert ranks[0]["rollout_tokens"] == counts
+
+
+@pytest.mark.slow
+def test_prompts_with_images_are_sampled_on_a_pool(tmp_path, cluster):
+    model, processor = made = tiny_vision_model("qwen2_5_vl")
+    for part in made:
+        part.save_pretrained(tmp_path / "checkpoint")
+    trainer = vision_trainer(tmp_path, made=made)
+    prompts = [
+        {"prompt": "w60 <image> w61 <image>", "images": [picture(0), picture(1)]},
+        {"prompt": "w60 <image>", "images": [picture(2, (50, 70))]},
+        "w60 w62",
+    ]
+    sampled = {"max_new_tokens": 9, "num_return_sequences": 3}
+    with RolloutGenerator(model, CONFIG, tokenizer=processor) as generator:
+        expected = generator.generate_batch(prompts, **sampled)
+    with RolloutPool(
+        str(tmp_path / "checkpoint"), CONFIG, num_workers=2, tokenizer=processor
+    ) as pool:
+        outputs = pool.generate_batch(prompts, **sampled)
+        assert [o.generated_tokens for o in outputs.values()] == [
+            o.generated_tokens for o in expected.values()
+        ]
+        assert [o.images is None for o in outputs.values()] == [False] * 6 + [True] * 3
+        attach(trainer, pool)
+        trainer.train()
+    drifts = logged(trainer, "rollout/logprob_drift_max")
+    assert len(drifts) == trainer.state.global_step
+    assert max(drifts) <= 1e-5
+
+
+@pytest.mark.slow
+def test_the_loss_takes_the_experts_that_a_pools_workers_chose(tmp_path, cluster):
+    char_tokenizer().save_pretrained(tmp_path / "checkpoint")
+    experts = {"num_experts": 16, "num_experts_per_tok": 4}
+    model = tiny_model("qwen3_moe", vocab_size=len(char_tokenizer()), **experts)
+    model.save_pretrained(tmp_path / "checkpoint")
+    trainer = tiny_trainer(tmp_path, model=model, max_steps=2, num_iterations=2, learning_rate=2.0)
+    config = RolloutConfig(num_blocks=256, router_replay=True)
+    with RolloutPool(str(tmp_path / "checkpoint"), config, num_workers=1) as pool:
+        attach(trainer, pool)
+        trainer.train()
+    first, second = logged(trainer, "rollout/router_disagreement")
+    # Weights of the second step are no longer those that sampled, and its loss counts by how much.
+    assert first == 0
+    assert second > 0
 
 
 class Watched(AsyncRollouts):
@@ -257,20 +336,15 @@ def pool_of(**settings):
     return SimpleNamespace(config=RolloutConfig(**settings), tokenizer=None)
 
 
-@pytest.mark.parametrize("plugin", ["fsdp_plugin", "deepspeed_plugin"])
-def test_attach_refuses_a_pool_where_processes_shard_the_model(tmp_path, monkeypatch, plugin):
-    trainer = tiny_trainer(tmp_path)
-    state = trainer.accelerator.state
-    monkeypatch.setattr(type(state), plugin, SimpleNamespace(zero_stage=3), raising=False)
-    monkeypatch.setitem(vars(state), "num_processes", 2)
-    pool = object.__new__(RolloutPool)
-    with pytest.raises(ConfigurationError, match=r"2 processes.*pass a RolloutConfig"):
-        attach(trainer, pool)
-    assert not trainer.use_vllm
+def test_a_shared_pool_has_no_strategies(tmp_path):
+    rows = Dataset.from_list(PROBLEMS)
+    with pytest.raises(ConfigurationError, match="AsyncRollouts samples in each by itself"):
+        AsyncRollouts(
+            "unused", async_settings(tmp_path), rows, share_of_sevens,
+            pool=SimpleNamespace(is_shared=True),
+        )  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", [{"return_logprobs": False}, {"router_replay": True}])
-def test_settings_that_a_pools_trainer_cannot_use_are_named(setting):
-    (name,) = setting
-    with pytest.raises(ConfigurationError, match=f"{name}=.*a trainer with a pool"):
-        PooledGenerator(pool_of(**setting), tiny_model())
+def test_settings_that_a_pools_trainer_cannot_use_are_named():
+    with pytest.raises(ConfigurationError, match=r"return_logprobs=.*a trainer with a pool"):
+        PooledGenerator(pool_of(return_logprobs=False), tiny_model())

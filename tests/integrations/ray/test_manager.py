@@ -71,7 +71,7 @@ LIMITS = ServingLimits(
     max_cached_tokens=partial(int, 99),
     model_eos=(),
 )
-DESCRIPTION = WorkerDescription(LIMITS, SamplingParams(), 4, (), 0)
+DESCRIPTION = WorkerDescription(LIMITS, SamplingParams(), 4, (), None, 0)
 
 
 class FakeCluster:
@@ -92,7 +92,7 @@ class FakeCluster:
     def call(self, handle, method, *arguments):
         return Reference(handle.answer(method, arguments))
 
-    def update(self, handle, update, in_flight, seconds):
+    def update(self, handle, update, in_flight, seconds, are_deltas):
         return Reference(handle.answer("update", (update,)))
 
     async def result(self, reference):
@@ -144,8 +144,8 @@ def sample(manager, count=6):
 
 
 def update(manager):
-    with manager.updating() as version:
-        manager.update(WeightUpdate(version), InFlight.RECOMPUTE)
+    with manager.updating() as last:
+        manager.update(WeightUpdate(last.version + 1), InFlight.RECOMPUTE)
 
 
 def wait_until(is_true):
@@ -269,11 +269,11 @@ def test_weights_that_no_worker_takes_are_not_those_of_the_pool(manage):
 def test_an_update_waits_for_one_of_another_thread(manage):
     manager = manage(FakeCluster())
     manager.first_description()
-    with manager.updating() as version:
+    with manager.updating() as last:
         other = threading.Thread(target=update, args=(manager,), daemon=True)
         other.start()
-        manager.update(WeightUpdate(version), InFlight.RECOMPUTE)
-        assert manager.policy_version == version == 1
+        manager.update(WeightUpdate(last.version + 1), InFlight.RECOMPUTE)
+        assert manager.policy_version == last.version + 1 == 1
     other.join(WAIT)
     assert manager.policy_version == 2
 

@@ -3,6 +3,7 @@
 import operator
 import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -182,6 +183,34 @@ def test_synced_weights_are_those_that_every_worker_samples_from(pool):
     with pytest.raises(WeightSyncError, match="not given"):
         pool.sync_weights({})
     assert pool.policy_version == version
+
+
+def nudged(version):
+    """Weights of which each version changes one row."""
+    model = weights_of(min(version, 1))
+    with torch.no_grad():
+        model.lm_head.weight[5 + version] *= 1.5
+    return model
+
+
+def test_workers_are_sent_deltas_and_a_late_one_whole_weights(checkpoint):
+    prompts, reports = [[5, 6, 7 + i] for i in range(8)], []
+    with RolloutPool(
+        checkpoint, CONFIG, num_workers=2, weight_deltas=True, timeout_seconds=WAIT
+    ) as pool:
+        wait_until(lambda: pool.num_alive == 2)
+        for version in (1, 2, 3, 4):
+            reports.append(pool.sync_weights(nudged(version)))
+            if version == 2:
+                killed = process_ids(pool)[0]
+                os.kill(killed, signal.SIGKILL)
+                wait_until(lambda: killed not in process_ids(pool) and pool.num_alive == 2)  # noqa: B023
+            outputs = pool.generate_batch(prompts, max_new_tokens=12)
+            assert {o.policy_versions[0] for o in outputs.values()} == {(version, 12)}
+            assert max(largest_error(o, nudged) for o in outputs.values()) <= 1e-5
+    whole, *deltas = [report.bytes_copied for report in reports]
+    assert whole == sum(p.nbytes for p in tiny_model().parameters())
+    assert max(deltas) < whole / 50
 
 
 def test_weights_that_no_worker_takes_leave_the_old_ones(pool, monkeypatch):

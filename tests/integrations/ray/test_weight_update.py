@@ -7,7 +7,9 @@ from tiny import tiny_model
 
 from cb_rollout import WeightSyncError
 from cb_rollout.integrations.ray.weight_update import (
+    DeltaCodec,
     WeightUpdate,
+    bytes_of,
     counterparts,
     new_values,
     worker_tensors,
@@ -17,7 +19,8 @@ from cb_rollout.weights.replica import tensors_by_name
 
 
 def update_of(source, target, version=1):
-    tensors, arrays = zip(*new_values(source, worker_tensors(target)), strict=True)
+    sent = [(t, bytes_of(t, value)) for t, value in new_values(source, worker_tensors(target))]
+    tensors, arrays = zip(*sent, strict=True)
     return WeightUpdate(version, tensors), arrays
 
 
@@ -110,3 +113,33 @@ def test_read_only_buffers_are_read():
 def test_an_update_of_no_tensors_has_no_bytes():
     assert list(new_values({}, ())) == []
     assert WeightUpdate(1).num_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_deltas_change_the_bits_that_differ(dtype):
+    before, after = tiny_model().to(dtype), tiny_model().to(dtype)
+    target, codec = tiny_model().to(dtype), DeltaCodec()
+    with torch.no_grad():
+        for parameter in after.parameters():
+            chosen = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)) < 0.05
+            parameter.mul_(torch.where(chosen, 1.01, 1.0).to(dtype))
+        # Bits, not numbers: a zero may change its sign, and a NaN its payload.
+        before.model.norm.weight[0], after.model.norm.weight[0] = 0.0, -0.0
+        target.model.norm.weight[0] = 0.0
+    old, new = update_of(before, target), update_of(after, target)
+    deltas = list(map(codec.delta, new[0].tensors, new[1], old[1]))
+    write_weights(new[0], deltas, counterparts(new[0], target), are_deltas=True)
+    own, wanted = tensors_by_name(target), tensors_by_name(after)
+    for name, tensor in own.items():
+        assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
+    # A half of these bytes is not changed, and compresses to nothing.
+    assert sum(delta.nbytes for delta in deltas) < new[0].num_bytes / 4
+
+
+def test_a_damaged_delta_is_refused():
+    (tensor, *_), codec = worker_tensors(tiny_model()), DeltaCodec()
+    new, old = (torch.randn(tensor.shape).view(-1).view(torch.uint8).numpy() for _ in range(2))
+    delta = codec.delta(tensor, new, old).copy()
+    delta[len(delta) // 2] ^= 1
+    with pytest.raises(Exception, match=r"checksum|corrupt"):
+        codec.changed(tensor, delta)
