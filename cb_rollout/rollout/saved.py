@@ -167,7 +167,7 @@ class SavedRollouts:
     def sync_weights(self, *_: Any) -> SyncReport:
         return SyncReport(self.policy_version, 0.0, 0)
 
-    def follow(self, *_: Any) -> None:
+    def follow(self, *_: Any, **__: Any) -> None:
         """Do nothing, as the next ones: there is no engine."""
 
     sleep = wake = lend_to_trainer = join = close = follow

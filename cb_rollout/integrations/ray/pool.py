@@ -61,7 +61,7 @@ class PoolMember:
 
     group = None
 
-    def __init__(self, description: WorkerDescription, seed: int, tokenizer: Any) -> None:
+    def __init__(self, description: WorkerDescription, seed: int | None, tokenizer: Any) -> None:
         """Stand for a pool whose first worker is described."""
         self.limits, self.defaults = description.limits, description.defaults
         self.routers = description.routers
