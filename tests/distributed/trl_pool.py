@@ -78,11 +78,12 @@ def main() -> None:
     checkpoint, way, found = sys.argv[1:]
     allow = allow_deepspeed if "zero" in way else allow_fsdp
     allow()
+    # DeepSpeed empties the models that are made after its trainer.
+    sizes = [p.nbytes for p in tiny_model(vocab_size=len(char_tokenizer())).parameters()]
     settings = {"per_device_train_batch_size": 8, "max_steps": 2, **WAYS[way]}
     trainer = tiny_trainer(Path(tempfile.mkdtemp()), **settings)
     alive = Alive()
     pool_module.new_values = alive.new_values
-    sizes = [p.nbytes for p in tiny_model(vocab_size=len(char_tokenizer())).parameters()]
     tensor.BUCKET_BYTES = max(sizes)
     config = RolloutConfig(
         num_blocks=256, seed=3, verify_every_steps=1, max_logprob_drift=1e-4, old_logps="trainer"
