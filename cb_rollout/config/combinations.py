@@ -70,12 +70,12 @@ COMBINATIONS = {
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
         "log-probabilities and rewards from that; leave it False, or take stop_strings and "
         "eos_token_id out of generation_kwargs."),
-    "pool, shared weights": Combination("`RolloutPool`", "`weight_sync='shared'`",
-        "weight_sync='shared': a pool's workers have weights of their own; leave it at 'auto'."),
     "pool, several processes": Combination(
         "`RolloutPool(accelerator=...)`", "`use_strategy` or `AsyncRollouts`",
         "several processes share the pool, and {sampler} samples in each by itself; make the pool "
         "without accelerator=, with workers of each process's own."),
+    "pool, shared weights": Combination("`RolloutPool`", "`weight_sync='shared'`",
+        "weight_sync='shared': a pool's workers have weights of their own; leave it at 'auto'."),
     "pool, trainer's needs": Combination(
         "`attach(trainer, pool)`",
         "`return_logprobs=False` or `release_cache='with_weights'`",
@@ -105,13 +105,13 @@ COMBINATIONS = {
         "old_logps='rollout' with logprobs_mode='processed' would hold log-probabilities after "
         "truncation or penalties against the loss's, which are before; set sampling_mask='replay' "
         "or logprobs_mode='policy'."),
+    "saved rollouts, strategy": Combination("`SavedRollouts`", "`use_strategy`",
+        "a strategy decides what to sample, and saved rollouts were sampled; use Plain(), or "
+        "attach a RolloutConfig."),
     "served, tensor parallel": Combination("`serve()`", "a tensor-parallel model",
         "a tensor-parallel model is not served: requests would reach one process of its group "
         "only; leave tensor_parallel_size at 1 and load the model on one device, or serve with "
         "vLLM or SGLang."),
-    "saved rollouts, strategy": Combination("`SavedRollouts`", "`use_strategy`",
-        "a strategy decides what to sample, and saved rollouts were sampled; use Plain(), or "
-        "attach a RolloutConfig."),
     "strategy, batch": Combination(
         "a strategy",
         "tensor parallelism, or rows that are no multiple of `num_generations`; one that samples "

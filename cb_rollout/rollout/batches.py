@@ -99,7 +99,7 @@ def create_requests(
 
 
 def unfinished(created: Iterable[list[Request]]) -> list[Request]:
-    """Return the requests that were not refused."""
+    """Return the requests that have not ended; before any runs, those that were not refused."""
     return [request for request in chain(*created) if not request.status.is_final]
 
 

@@ -4,6 +4,7 @@ A file holds what one process sampled in one rollout: a row for each sequence, c
 `generate_batch`. Called by the trainer, on its thread.
 """
 
+import io
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
 # Of one process, in the order of the rollouts: the step that trains on it, its number, the rank.
@@ -84,9 +86,9 @@ class RolloutSaver:
         name = FILE_NAME.format(step=step, number=self._count, rank=self._rank)
         self._count += 1
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / f"{name}.partial"
-        parquet.write_table(pa.Table.from_pylist(rows, _schema()), partial, compression="zstd")
-        partial.replace(self._folder / name)
+        content = io.BytesIO()
+        parquet.write_table(pa.Table.from_pylist(rows, _schema()), content, compression="zstd")
+        write_whole(self._folder / name, content.getvalue())
 
 
 class SavedRollouts:
@@ -131,12 +133,13 @@ class SavedRollouts:
             input_processor=SimpleNamespace(num_sequences=0),
         )
         self._rank = rank
-        self.begin_training(0)
+        self._calls = _calls(_files(self._folder, rank))
 
     def begin_training(self, step: int) -> None:
-        """Go on after a checkpoint's step."""
-        files = _files(self._folder, self._rank)
-        self._calls = _calls(path for path in files if not step or _step_of(path) > step)
+        """Go on after a checkpoint's step; 0: after what was asked for before the training."""
+        if step:
+            files = _files(self._folder, self._rank)
+            self._calls = _calls(path for path in files if _step_of(path) > step)
 
     def generate_batch(self, inputs: Iterable[Any], *_: Any, **__: Any) -> dict[str, Any]:
         """Return the outputs of the next call that was saved.

@@ -14,6 +14,9 @@ from cb_rollout.rollout.trajectories import Trajectory
 from cb_rollout.server.protocol import ApiError
 from cb_rollout.types import GenerationOutput
 
+# A client that opens sessions and closes none must not fill the memory.
+MAX_SESSIONS = 4096
+
 
 @dataclass(slots=True, eq=False)
 class Session:
@@ -67,6 +70,11 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
 
     def open(self) -> Session:
+        """Open a session, or raise 429 where as many are open as one server keeps."""
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise ApiError(
+                429, f"{MAX_SESSIONS} sessions are open; close some by DELETE.", "session"
+            )
         name = uuid.uuid4().hex
         session = Session(name, f"{self.url}/sessions/{name}/v1")
         self._sessions[name] = session

@@ -7,6 +7,7 @@ from served import IDS, TIMEOUT_SECONDS, served
 from tiny import plain_logprobs
 
 from cb_rollout import RolloutError
+from cb_rollout.server import sessions
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,14 @@ def test_a_session_over_http_is_opened_read_ended_and_closed(serving):
         assert send(method, ended, **body).status_code == 404
     body = {"messages": [said("hi")]}
     assert send("POST", f"{path}/v1/chat/completions", json=body).status_code == 404
+
+
+def test_open_sessions_are_bounded(serving, monkeypatch):
+    _, server = serving
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 1)
+    with server.session():
+        assert httpx.post(f"{server.url}/sessions").status_code == 429
+    assert httpx.post(f"{server.url}/sessions").status_code == 200
 
 
 def test_a_reward_that_never_comes_is_an_error(serving):

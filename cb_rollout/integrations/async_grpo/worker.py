@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from cb_rollout.config.combinations import refused
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
 from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
@@ -156,8 +155,8 @@ class AsyncRollouts:
         self._has_conversations = has_conversations
         if pool is not None and config is not None:
             raise ConfigurationError("a pool has a config already; leave config out.")
-        if pool is not None and pool.is_shared:
-            raise refused("pool, several processes", sampler="AsyncRollouts")
+        if pool is not None:
+            pool.require_own("AsyncRollouts")
         self._args = args
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":

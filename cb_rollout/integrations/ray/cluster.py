@@ -5,7 +5,7 @@ imports ray. Called from any thread.
 """
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -103,8 +103,8 @@ class Cluster:
         """Have a worker fetch and take weights; return the reference of its result."""
         return actor.update.remote(update, in_flight, seconds, are_deltas)
 
-    def get(self, references: Sequence[Any]) -> list[np.ndarray]:
-        return self._ray.get(list(references))
+    def get(self, reference: Any) -> np.ndarray:
+        return self._ray.get(reference)
 
     def put(self, array: np.ndarray) -> Any:
         return self._ray.put(array)

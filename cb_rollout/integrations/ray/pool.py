@@ -175,6 +175,11 @@ class RolloutPool:
         """True if several processes roll out together."""
         return self._group is not None
 
+    def require_own(self, sampler: str) -> None:
+        """Raise `ConfigurationError` where processes share the pool, and each samples by itself."""
+        if self.is_shared:
+            raise refused("pool, several processes", sampler=sampler)
+
     @property
     def _is_main(self) -> bool:
         return self._group is None or self._group.is_leader
@@ -256,7 +261,7 @@ class RolloutPool:
 
     @property
     def num_alive(self) -> int:
-        """The number of workers that run with the current weights."""
+        """The number of workers that run with the current weights; read it on every process."""
         return self._on_main(lambda: self.manager.num_alive)
 
     def resize(self, num_workers: int) -> None:
@@ -312,7 +317,7 @@ class RolloutPool:
                     deque(values, maxlen=0)
                 self.manager.update(update, InFlight(in_flight))
             # References are the main process's.
-            return replace(update, references=[], deltas=[])
+            return replace(update, references=(), deltas=())
 
         update = self._on_main(send, lambda: deque(values, maxlen=0))
         if not self._is_main:
@@ -323,21 +328,20 @@ class RolloutPool:
         self, values: Iterable[tuple[WorkerTensor, torch.Tensor]], last: WeightUpdate
     ) -> WeightUpdate:
         """Put weights into the object store, and their deltas to the last ones where wanted."""
-        update, put = WeightUpdate(last.version + 1, [], []), self._cluster.put
-        references = {t.names: r for t, r in zip(last.tensors, last.references, strict=True)}
-        deltas, num_bytes = [], 0
+        put, before = self._cluster.put, dict(zip(last.tensors, last.references, strict=True))
+        tensors, references, deltas, delta_bytes = [], [], [], 0
         for tensor, value in values:
             array = bytes_of(tensor, value)
-            update.tensors.append(tensor)
-            update.references.append(put(array))
-            if self._codec is not None and tensor.names in references:
-                (before,) = self._cluster.get([references[tensor.names]])
-                delta = self._codec.delta(tensor, array, before)
+            tensors.append(tensor)
+            references.append(put(array))
+            if self._codec is not None and tensor in before:
+                delta = self._codec.delta(tensor, array, self._cluster.get(before[tensor]))
                 deltas.append(put(delta))
-                num_bytes += delta.nbytes
+                delta_bytes += delta.nbytes
         # What a late worker needs, and one whose weights are no version before, is whole.
-        is_smaller = len(deltas) == len(update.tensors) and num_bytes < update.num_bytes
-        return replace(update, deltas=deltas, delta_bytes=num_bytes) if is_smaller else update
+        update = WeightUpdate(last.version + 1, tensors, references)
+        is_smaller = len(deltas) == len(tensors) and delta_bytes < update.num_bytes
+        return replace(update, deltas=deltas, delta_bytes=delta_bytes) if is_smaller else update
 
     def close(self) -> None:
         """End all workers, and wait for their processes on this machine."""

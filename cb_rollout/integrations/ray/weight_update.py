@@ -8,7 +8,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,11 +44,11 @@ class WeightUpdate:
     """All weights of one policy version, without their bytes."""
 
     version: int
-    tensors: list[WorkerTensor] = field(default_factory=list)
+    tensors: Sequence[WorkerTensor] = ()
     """None: the weights are those of the checkpoint."""
-    references: list[Any] = field(default_factory=list)
+    references: Sequence[Any] = ()
     """Of each tensor's bytes in the object store, which are kept while this record is."""
-    deltas: list[Any] = field(default_factory=list)
+    deltas: Sequence[Any] = ()
     """Of each tensor's delta to the version before, in the object store; empty: there are none."""
     delta_bytes: int = 0
 

@@ -52,7 +52,7 @@ AVERAGED = ("log_kept_mass", "kept_tokens")
 
 
 AttachedGenerator = RolloutGenerator | PooledGenerator | SavedRollouts
-"""What gives an attached trainer its completions."""
+"""The generators of attached trainers."""
 
 
 def create_generator(trainer: Any, config: Any) -> AttachedGenerator:

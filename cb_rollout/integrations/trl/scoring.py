@@ -129,7 +129,7 @@ class TrainerScoring:
         token_advantages: TokenAdvantages | None = None,
     ) -> None:
         """Keep the trainer's own methods, before the caller replaces them."""
-        self.token_advantages = token_advantages
+        self._token_advantages = token_advantages
         self._trainer, self._backend, self._records = trainer, backend, backend.records
         generator = backend.generator
         config, manager, routers = generator.config, generator.manager, generator.manager.routers
@@ -230,8 +230,8 @@ class TrainerScoring:
         sampled_BT = batch.get("sampling_per_token_logps")
         if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
             batch.setdefault("old_per_token_logps", sampled_BT)
-        if self.token_advantages is not None:
-            batch["advantages"] = self._per_token(self.token_advantages, batch, context.rows)
+        if self._token_advantages is not None:
+            batch["advantages"] = self._per_token(self._token_advantages, batch, context.rows)
         batch[ROWS_KEY] = context.rows
         if self._records is not None:
             self._records.add(context.mode, context.rows, context.rewards, context.images, batch)

@@ -96,8 +96,8 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
     if not is_plain:
         if isinstance(backend.generator, SavedRollouts):
             raise refused("saved rollouts, strategy")
-        if backend.generator.is_joint and isinstance(backend.generator, PooledGenerator):
-            raise refused("pool, several processes", sampler="a strategy")
+        if isinstance(backend.generator, PooledGenerator):
+            backend.generator.pool.require_own("a strategy")
         _require_place(trainer, strategy, backend)
     backend.cancel_carried()
     backend.collector = backend.make_batch = None
