@@ -85,9 +85,7 @@ def main() -> None:
     alive = Alive()
     pool_module.new_values = alive.new_values
     tensor.BUCKET_BYTES = max(sizes)
-    config = RolloutConfig(
-        num_blocks=256, seed=3, verify_every_steps=1, max_logprob_drift=1e-4, old_logps="trainer"
-    )
+    config = RolloutConfig(num_blocks=256, seed=3, verify_every_steps=1, max_logprob_drift=1e-4)
     with RolloutPool(
         checkpoint,
         config,

@@ -350,7 +350,8 @@ class PackedLoss:
             run,
             model=hf_compat.collective_forward(run.model),
             rows=[row._replace(rope_side=side) for row in rows],
-            batch=replace(run.batch.at(numbers, run.batch.batch_size), counts=None),
+            # One forward of the trainer, for sharded processes enter as many as each other.
+            batch=replace(run.batch.at(numbers, None), counts=None),
         )
 
     def _difference(self, run: PackedScores, own: Forward) -> str | None:

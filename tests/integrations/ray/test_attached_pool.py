@@ -345,12 +345,10 @@ def pool_of(**settings):
 
 
 def test_a_shared_pool_has_no_strategies(tmp_path):
-    rows = Dataset.from_list(PROBLEMS)
+    rows, pool = Dataset.from_list(PROBLEMS), object.__new__(RolloutPool)
+    pool._group = object()
     with pytest.raises(ConfigurationError, match="AsyncRollouts samples in each by itself"):
-        AsyncRollouts(
-            "unused", async_settings(tmp_path), rows, share_of_sevens,
-            pool=SimpleNamespace(is_shared=True),
-        )  # fmt: skip
+        AsyncRollouts("unused", async_settings(tmp_path), rows, share_of_sevens, pool=pool)
 
 
 def test_settings_that_a_pools_trainer_cannot_use_are_named():
