@@ -66,6 +66,7 @@ def test_no_request_makes_the_server_fail(serving, mode):
             "/v1/models", "/v1/models/{model}", "/health", "/metrics", "/pause", "/resume",
             "/is_paused", "/shutdown_weight_transfer_engine", "/reset_prefix_cache",
             "/get_world_size", "/server_info",
+            "/sessions", "/sessions/{session}", "/sessions/{session}/end",
         }  # fmt: skip
         assert 200 in seen["/v1/completions"] | seen["/v1/chat/completions"]
     assert idle(generator)
