@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers import AttentionInterface, PreTrainedModel, cache_utils
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -464,3 +464,21 @@ def giving_hidden_states(
     output = kind(last_hidden_state=hidden)
     with replacing_forward(backbone_of(model), lambda *_, **__: output):
         yield
+
+
+def repeat_states(cache: DynamicCache, num_rows: int, device: torch.device) -> None:
+    """Have rows go on from a cache's one row, with gradients, for one forward (transformers 5.23).
+
+    The library writes the states of that forward over those that the backward pass needs.
+    """
+    cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))
+    for layer in cache.layers:
+        if hasattr(layer, "update_conv_state"):
+            vars(layer)["update_conv_state"] = partial(_after_conv_states, layer)
+            vars(layer)["update_recurrent_state"] = lambda states, *_, **__: states
+
+
+def _after_conv_states(
+    layer: Any, states: torch.Tensor, state_idx: int = 0, *_: Any, **__: Any
+) -> torch.Tensor:
+    return torch.cat([layer.conv_states[state_idx], states], dim=-1)

@@ -2,8 +2,9 @@
 
 In a packed batch all tokens stand in one row of the model's input. Rows are the paths of a prefix
 tree: tokens that several begin with are computed once. A row's other tokens are one segment, which
-attends to the row's path and to itself. Where a model cannot take that, rows of similar length are
-padded on the right instead.
+attends to the row's path and to itself. A model that carries states along a row computes a prompt,
+and then all its completions from the states that it left. Where a model takes neither, rows of
+similar length are padded on the right.
 
 N: tokens of a packed batch, R: completion tokens of its rows, K: those of R with a score of their
 own, B: rows, S: longest row, T: tokens of a row, A: axes of positions.
@@ -11,6 +12,7 @@ own, B: rows, S: longest row, T: tokens of a row, A: axes of positions.
 
 import hashlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,6 +27,7 @@ from cb_rollout.engine.attention.shared_prefix import num_common
 from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages, joined
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
+from cb_rollout.errors import ConfigurationError
 
 # A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
 MAX_PADDING = 1.25
@@ -140,6 +143,8 @@ class PackingLayout(StrEnum):
     """One row of all tokens that are needed, each common prefix once."""
     WHOLE_ROWS = "whole_rows"
     """One row of all tokens, the last one of each completion and the prompts of empty ones too."""
+    FORKED_STATES = "forked_states"
+    """A prompt, then the completions of its group from its states, padded on the right."""
     PADDED = "padded"
     """Rows of similar length, padded on the right."""
 
@@ -157,7 +162,7 @@ class PackedBatch:
     position_ids: torch.Tensor
     """int64, as `input_ids`: each token's index in its own sequence."""
     predicting_K: torch.Tensor
-    """int64: index in the flat `input_ids` of the token before each scored token."""
+    """int64: index in the flat `input_ids`, after `shared_ids`, of the token before each scored one."""
     labels_K: torch.Tensor
     """int64: the scored tokens."""
     scored: list[tuple[int, int]]
@@ -178,11 +183,15 @@ class PackedBatch:
     """Tokens of each of them; None: a padded batch."""
     num_shared_prompts: int = 0
     """Rows whose prompt is computed for another row."""
+    shared_ids: torch.Tensor | None = None
+    """int64, (1, P): the prompt that all rows of a padded batch go on from, computed before them;
+    None: one forward takes all tokens."""
 
     @property
     def num_tokens(self) -> int:
         """Padding included."""
-        return self.input_ids.numel()
+        num_shared = 0 if self.shared_ids is None else self.shared_ids.numel()
+        return num_shared + self.input_ids.numel()
 
 
 def with_rope_sides(model: torch.nn.Module, rows: Sequence[PackedRow]) -> list[PackedRow]:
@@ -263,6 +272,10 @@ def pack(
     if layout is PackingLayout.PADDED:
         parts = _of_one_length(rows, scored, max_tokens)
         return [_padded(rows, part, device, image_names) for part in parts]
+    if layout is PackingLayout.FORKED_STATES:
+        groups = _of_one_prompt(rows, scored, max_tokens)
+        sizes = ((part, len(rows[part[0]].prompt_ids)) for part in groups)
+        return [_padded(rows, part, device, image_names, size) for part, size in sizes]
     parts = _within(rows, in_tree_order(rows, scored), max_tokens)
     return [_packed(rows, part, device, image_names) for part in parts]
 
@@ -301,19 +314,33 @@ def _within(
     return parts[::-1]
 
 
-def _of_one_length(
+def _of_one_prompt(
     rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None
 ) -> Iterator[list[int]]:
-    sizes = {n: rows[n].num_tokens - 1 for n in numbers}
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number in numbers:
+        row = rows[number]
+        if row.images is not None or row.routes is not None:
+            raise ConfigurationError("images and experts are laid out by whole rows")
+        groups[(row.rope_side, *row.prompt_ids)].append(number)
+    for group in groups.values():
+        yield from _of_one_length(rows, group, max_tokens, len(rows[group[0]].prompt_ids))
+
+
+def _of_one_length(
+    rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None, num_shared: int = 0
+) -> Iterator[list[int]]:
+    """Yield rows of similar length, whose first `num_shared` tokens are computed once."""
+    sizes = {n: rows[n].num_tokens - 1 - num_shared for n in numbers}
     part: list[int] = []
-    num_tokens = 0
+    num_tokens = num_shared
     for number in sorted(numbers, key=lambda n: -sizes[n]):
         longest = sizes[part[0]] if part else sizes[number]
-        padded = longest * (len(part) + 1)
+        padded = num_shared + longest * (len(part) + 1)
         is_wide = padded > MAX_PADDING * (num_tokens + sizes[number])
         if part and (is_wide or (max_tokens is not None and padded > max_tokens)):
             yield part
-            part, num_tokens = [], 0
+            part, num_tokens = [], num_shared
         part.append(number)
         num_tokens += sizes[number]
     if part:
@@ -406,18 +433,21 @@ def _padded(
     numbers: list[int],
     device: torch.device,
     image_names: frozenset[str],
+    num_shared: int = 0,
 ) -> PackedBatch:
+    """Pad rows on the right, without the first `num_shared` tokens, which all begin with."""
     sequences = [[*rows[n].prompt_ids, *rows[n].completion_ids[:-1]] for n in numbers]
+    shared_ids = sequences[0][:num_shared]
+    sequences = [sequence[num_shared:] for sequence in sequences]
     S = max(map(len, sequences))
-    predicting: list[int] = []
-    for index, number in enumerate(numbers):
-        first = index * S + len(rows[number].prompt_ids) - 1
-        predicting += range(first, first + len(rows[number].completion_ids))
     scored = [(n, t) for n in numbers for t in range(len(rows[n].completion_ids))]
+    starts = {n: index * S for index, n in enumerate(numbers)}
+    places = ((n, len(rows[n].prompt_ids) - 1 + t) for n, t in scored)
+    predicting = [place if place < num_shared else starts[n] + place for n, place in places]
     # Any token will do as padding: nothing attends to it.
-    ids = [sequence + sequence[:1] * (S - len(sequence)) for sequence in sequences]
+    ids = [sequence + [0] * (S - len(sequence)) for sequence in sequences]
     lengths = to_device(list(map(len, sequences)), device)
-    positions_1S = torch.arange(S, device=device)[None]
+    positions_1S = torch.arange(num_shared, num_shared + S, device=device)[None]
     own = [(images, 0, S) for n in numbers if (images := rows[n].images) is not None]
     others = {}
     if own:
@@ -436,10 +466,12 @@ def _padded(
         scored,
         None,
         None,
-        (positions_1S < lengths[:, None]).to(torch.int64),
+        None if num_shared else (positions_1S < lengths[:, None]).to(torch.int64),
         _joined([(rows[n].routes, 0, S) for n in numbers], device),
         others,
         [rows[n].rope_side for n in numbers],
+        num_shared_prompts=len(numbers) - 1 if num_shared else 0,
+        shared_ids=to_device(shared_ids, device)[None] if num_shared else None,
     )
 
 

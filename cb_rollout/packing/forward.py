@@ -14,14 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.model.routers import Disagreement, Replay, Routers
+from cb_rollout.engine.numerics.agreement import LEAST_SIZE, references
+from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.packing.batch import PackedBatch
+from cb_rollout.packing.batch import PackedBatch, PackingLayout
 
 
 class Scores(NamedTuple):
@@ -111,7 +114,10 @@ def _score(
         if routers is not None and batch.routes is not None:
             stack.enter_context(routers.replaying(inner, Replay(batch.routes, counts)))
         attend = None
-        if batch.segments is None:
+        if batch.shared_ids is not None:
+            forward = partial(_forked_forward, backbone.forward, inner, batch)
+            stack.enter_context(hf_compat.replacing_forward(backbone, forward))
+        elif batch.segments is None:
             arguments["attention_mask"] = batch.is_token
         else:
             attend = PackedAttention(batch.segments, batch.input_ids.device)
@@ -126,6 +132,29 @@ def _score(
     logprobs_K, entropies_K, aux_loss = scores
     entropies_R = None if entropies_K is None else entropies_K.index_select(0, batch.scores_R)
     return Scores(logprobs_K.index_select(0, batch.scores_R), entropies_R, aux_loss)
+
+
+def _forked_forward(
+    own: Callable[..., Any], inner: Any, batch: PackedBatch, *_: Any, **named: Any
+) -> Any:
+    """Run a backbone over a prompt, and from its states over completions; join hidden states."""
+    assert batch.shared_ids is not None
+    computed = ("input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache")
+    settings = {name: value for name, value in named.items() if name not in computed}
+    (B, S), P = batch.input_ids.shape, batch.shared_ids.shape[1]
+    device, cache = batch.input_ids.device, DynamicCache(config=inner.config.get_text_config())
+    settings |= {"past_key_values": cache, "use_cache": True}
+    positions_1P = torch.arange(P, device=device)[None]
+    output = own(input_ids=batch.shared_ids, position_ids=positions_1P, **settings)
+    hidden = [output.last_hidden_state]
+    if S:
+        hf_compat.repeat_states(cache, B, device)
+        output = own(input_ids=batch.input_ids, position_ids=batch.position_ids, **settings)
+        hidden.append(output.last_hidden_state)
+    output.last_hidden_state = torch.cat([h.flatten(0, 1) for h in hidden])[None]
+    # The states are of no use to the caller.
+    output.past_key_values = None
+    return output
 
 
 def _within(backbone: torch.nn.Module, attend: PackedAttention) -> Callable[..., Any]:
@@ -164,3 +193,48 @@ def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> Removab
         return arguments, named | {"attention_mask": mask}
 
     return backbone.register_forward_pre_hook(replace, with_kwargs=True)
+
+
+def differing_gradients(
+    inner: Any, score: Callable[[PackingLayout], Sequence[torch.Tensor]], dtype: torch.dtype
+) -> str | None:
+    """Return how gradients through forked states differ from those of whole rows; None: not at all.
+
+    States that a layer writes without a graph give the same log-probabilities, and lose the
+    gradient of the prompt. `score` computes log-probabilities in a layout. The gradients are those
+    of the embeddings, summed over the places of a token.
+    """
+
+    def gradient(layout: PackingLayout) -> torch.Tensor:
+        places: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def keep(_module: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            places.append((arguments[0], output if output.requires_grad else output.requires_grad_()))
+
+        handle = inner.get_input_embeddings().register_forward_hook(keep)
+        try:
+            with torch.enable_grad():
+                total = torch.cat(list(score(layout))).sum()
+        finally:
+            handle.remove()
+        ids, embedded = zip(*places, strict=True)
+        of_places = torch.autograd.grad(total, embedded)
+        tokens, index = torch.cat([i.flatten() for i in ids]).unique(return_inverse=True)
+        values = torch.cat([g.flatten(0, -2) for g in of_places]).double()
+        sums = values.new_zeros(len(tokens), values.shape[-1]).index_add_(0, index, values)
+        # Padding is a token of no row, and has no gradient.
+        return sums[sums.abs().amax(1) > 0]
+
+    scale = LEAST_SIZE / gradient(PackingLayout.PADDED).square().mean().sqrt()
+    (reference, *_) = references(
+        lambda: list(scale * gradient(PackingLayout.PADDED)),
+        dtype,
+        is_coarse=dtype.itemsize < torch.float32.itemsize,
+    )
+    agreement = reference.compare(
+        lambda: list(scale * gradient(PackingLayout.FORKED_STATES)), higher_precision
+    )
+    if agreement:
+        return None
+    multiple = agreement.largest_multiple
+    return f"gradients through forked states are {multiple:.2g} times their rounding off"

@@ -40,7 +40,7 @@ from cb_rollout.packing.batch import (
     row_images,
     with_rope_sides,
 )
-from cb_rollout.packing.forward import Scores, score_batches
+from cb_rollout.packing.forward import Scores, differing_gradients, score_batches
 from cb_rollout.types import GenerationOutput
 
 # Tokens whose logits exist at a time.
@@ -66,8 +66,9 @@ def packed_logprobs(
     Nothing is padded, and tokens that several outputs begin with are computed once, be they of
     prompts or generated: pass all turns of a conversation together. Gradients flow to
     the parameters unless they are disabled; the model's mode is left as it is. On its first call a
-    model's packed forward is compared with its plain forward; a model that cannot run packed, as
-    with recurrent layers, runs on rows of similar length, padded.
+    model's packed forward is compared with its plain forward. A model with recurrent layers
+    computes each prompt once, and its completions from the states that it left; one that
+    can do neither runs on rows of similar length, padded.
 
     Threads that call this wait for each other. Nothing else may run the model meanwhile, not even
     a rollout in another thread. Outputs that were sampled with `router_replay=True` take the same
@@ -270,9 +271,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
         )
-        for layout in (PackingLayout.SHARED_PREFIXES, PackingLayout.PADDED):
-            if layout is PackingLayout.SHARED_PREFIXES and (reason := packing_obstacle(inner)):
-                continue
+        for layout in layouts(packing_obstacle(inner)):
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
                 scored = _scored(inner, rows, layout)
@@ -281,6 +280,8 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
             try:
                 agreements = (ref.compare(packed, higher_precision) for ref in expected)
                 failed = next((agreement for agreement in agreements if not agreement), None)
+                if failed is None and layout is PackingLayout.FORKED_STATES:
+                    failed = differing_gradients(inner, packed, dtype)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - any error is the reason
@@ -292,6 +293,15 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
         f"{type(inner).__name__} computes other log-probabilities packed than alone ({reason}); "
         "call its own forward on each output."
     )
+
+
+def layouts(obstacle: str) -> tuple[PackingLayout, ...]:
+    """Return the layouts to try, in order.
+
+    `obstacle`: the reason why rows would mix end to end; "": they would not.
+    """
+    first = PackingLayout.FORKED_STATES if obstacle else PackingLayout.SHARED_PREFIXES
+    return first, PackingLayout.PADDED
 
 
 def packing_obstacle(inner: Any) -> str:

@@ -138,7 +138,7 @@ def test_whole_rows_keep_their_last_tokens_and_the_empty_ones():
 def test_padded_rows_are_of_about_one_length():
     wide, narrow = pack(ROWS, EVERY, PackingLayout.PADDED, CPU)
     assert wide.rows == [4, 0, 1]
-    assert wide.input_ids.tolist() == [[*A, 26, 27], [*A, 20, A[0]], [*A, A[0], A[0]]]
+    assert wide.input_ids.tolist() == [[*A, 26, 27], [*A, 20, 0], [*A, 0, 0]]
     assert wide.is_token.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
     assert wide.position_ids.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert wide.predicting_K.tolist() == [2, 3, 4, 7, 8, 12]
@@ -146,6 +146,25 @@ def test_padded_rows_are_of_about_one_length():
     # With the fourth row more than a fifth of the tokens would be padding.
     assert narrow.rows == [3]
     assert narrow.num_tokens == 3
+
+
+def test_a_prompt_comes_before_the_completions_that_go_on_from_it():
+    forked, alone, other = pack(ROWS, EVERY, PackingLayout.FORKED_STATES, CPU)
+    assert forked.rows == [4, 0]
+    assert forked.shared_ids.tolist() == [A]
+    assert forked.input_ids.tolist() == [[26, 27], [20, 0]]
+    assert forked.position_ids.tolist() == [[3, 4]] * 2
+    # The prompt predicts the first token of each.
+    assert forked.predicting_K.tolist() == [2, 3, 4, 2, 5]
+    assert forked.is_token is forked.segments is None
+    assert forked.num_tokens == 7
+    assert forked.num_shared_prompts == 1
+    # With the third row more than a fifth of the tokens would be padding.
+    assert alone.rows == [1]
+    assert alone.shared_ids.tolist() == [A]
+    assert alone.input_ids.shape == (1, 0)
+    assert other.rows == [3]
+    assert other.shared_ids.tolist() == [B]
 
 
 def test_a_group_that_does_not_fit_is_cut_and_each_part_has_the_prompt():
@@ -195,8 +214,12 @@ def test_rows_that_nobody_asked_for_are_left_out():
 def seen_by(batch, index):
     """The packed positions that the token at `index` attends to, itself included."""
     if batch.segments is None:
-        first = index - index % batch.input_ids.shape[1]
-        return list(range(first, index + 1))
+        num_shared = 0 if batch.shared_ids is None else batch.shared_ids.numel()
+        shared = range(min(num_shared, index + 1))
+        if index < num_shared:
+            return [*shared]
+        first = index - (index - num_shared) % batch.input_ids.shape[1]
+        return [*shared, *range(first, index + 1)]
     (own,) = (s for s in batch.segments if s.start <= index < s.start + s.length)
     return own.keys[: own.prefix_length + index + 1 - own.start]
 
@@ -226,6 +249,9 @@ def tokens_of_tree(rows):
 
 def check_each_token(rows, batch):
     ids, positions = batch.input_ids.flatten().tolist(), batch.position_ids.flatten().tolist()
+    if batch.shared_ids is not None:
+        shared = batch.shared_ids.flatten().tolist()
+        ids, positions = shared + ids, [*range(len(shared)), *positions]
     predicting_K, labels_K, scores_R = batch.predicting_K, batch.labels_K, batch.scores_R
     assert len(predicting_K) == len(labels_K) == len(batch.scored)
     for label, (number, t) in zip(labels_K.tolist(), batch.scored, strict=True):
@@ -245,6 +271,10 @@ def check_each_token(rows, batch):
     assert labels_K.tolist() == labels
     if batch.is_token is not None:
         assert batch.num_tokens <= MAX_PADDING * int(batch.is_token.sum())
+    elif batch.shared_ids is not None:
+        completions = [max(0, length - 1) for length in batch.lengths]
+        num_useful = batch.shared_ids.numel() + sum(completions)
+        assert batch.num_tokens <= MAX_PADDING * num_useful
     else:
         assert sum(segment.length for segment in batch.segments) == batch.num_tokens
 

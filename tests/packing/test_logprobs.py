@@ -48,9 +48,14 @@ PACKED = {
 PADDED = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"head_dim": None, "num_key_value_heads": None},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
-FAMILIES = PACKED | PADDED
+FORKED = {"lfm2": {"layer_types": ["conv", "full_attention"]}}
+FAMILIES = PACKED | PADDED | FORKED
+LAYOUTS = {
+    **dict.fromkeys(PACKED, "shared_prefixes"),
+    **dict.fromkeys(PADDED, "padded"),
+    **dict.fromkeys(FORKED, "forked_states"),
+}
 
 
 @dataclass
@@ -166,7 +171,7 @@ def test_each_family_has_the_scores_and_gradients_of_its_plain_forward(monkeypat
     longest = max(len(o.prompt_ids) + len(o.generated_tokens) for o in outputs)
     assert longest > WINDOW + 2
     assert_as_plain(model, outputs)
-    assert used[-1] == ("padded" if family in PADDED else "shared_prefixes")
+    assert used[-1] == LAYOUTS[family]
     # A layout is looked for once.
     num_looked = len(used)
     packed_logprobs(model, outputs[:2])
@@ -190,11 +195,11 @@ def test_what_the_turns_and_forks_of_conversations_share_is_computed_once(family
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba"])
-def test_conversations_of_a_recurrent_model_are_padded(family, monkeypatch):
+def test_conversations_of_a_recurrent_model_share_prompts_or_nothing(family, monkeypatch):
     used, model = layouts_used(monkeypatch), a_model(family)
     for seed in range(2):
         assert_as_plain(model, tree_outputs(seed))
-    assert set(used) == {"padded"}
+    assert used[-1] == LAYOUTS[family]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "qwen3_moe"])

@@ -435,6 +435,7 @@ def test_a_batch_with_other_inputs_switches_packing_off(pair):
 def test_on_a_gpu_a_loss_that_is_padded_says_why(tmp_path, monkeypatch):
     trainer = tiny_trainer(tmp_path, num_hidden_layers=1)
     given = (trainer, RolloutConfig(loss_forward="packed"), TrainingBytes())
+    monkeypatch.setattr(packed_loss, "shards_models", lambda _: True)
     # A warning is an error.
     packed_loss.PackedLoss(*given, packing_obstacle="recurrent states")
     device = torch.device("cuda", 0)

@@ -14,6 +14,7 @@ from tiny_trainer import PROBLEMS, logged, tiny_trainer
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
+from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.packed import PackedAttention
 from cb_rollout.integrations.trl import backend, packed_loss
 from cb_rollout.metrics import live_metrics
@@ -292,14 +293,45 @@ def warned(caught):
     return [str(warning.message) for warning in caught if "packed" in str(warning.message)]
 
 
-@pytest.mark.parametrize("is_half", [False, True])
-def test_a_recurrent_model_runs_padded(tmp_path, monkeypatch, is_half):
+@pytest.mark.parametrize(
+    ("is_shared", "settings", "config"),
+    [
+        (True, {}, {}),
+        # Layers that are computed again take no states.
+        (False, {"activation_checkpointing": True}, {"loss_tokens_per_forward": 1 << 20}),
+        (True, {"bf16": True}, {}),
+    ],
+    ids=["kept activations", "checkpointed layers", "bfloat16"],
+)
+def test_a_recurrent_model_goes_on_from_the_states_of_a_prompt(
+    tmp_path, monkeypatch, is_shared, settings, config
+):
     """In 16 bits the state that leaks between packed rows is within their rounding."""
-    settings = {"family": "lfm2", "beta": 0.0, "bf16": is_half}
-    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
-    if is_half:
-        assert logged(ours, "rollout/prompts_shared") == [0, 0]
+    settings = {"family": "lfm2", "beta": 0.0, **settings}
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings, **config)
+    assert (min(logged(ours, "rollout/prompts_shared")) > 0) == is_shared
+    if "bf16" in settings:
         return
+    theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+    assert_learned_alike(own, other)
+    assert_logged_alike(ours, theirs)
+
+
+def test_a_recurrent_model_whose_states_have_no_gradient_runs_padded(tmp_path, monkeypatch):
+    """The log-probabilities are right, and the gradient of the prompt is lost."""
+    repeat = hf_compat.repeat_states
+
+    def cut(cache, *arguments):
+        repeat(cache, *arguments)
+        for layer in cache.layers:
+            if hasattr(layer, "conv_states"):
+                layer.conv_states = {i: x.detach() for i, x in layer.conv_states.items()}
+
+    monkeypatch.setattr(hf_compat, "repeat_states", cut)
+    settings = {"family": "lfm2", "beta": 0.0}
+    with pytest.warns(UserWarning, match="gradients through forked states are") as caught:
+        ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    assert len(warned(caught)) == 1
     theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
     assert_learned_alike(own, other)
     assert_logged_alike(ours, theirs)

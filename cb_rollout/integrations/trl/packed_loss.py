@@ -48,8 +48,8 @@ from cb_rollout.packing.batch import (
     representative,
     with_rope_sides,
 )
-from cb_rollout.packing.forward import Scores, score_batches
-from cb_rollout.packing.logprobs import warn_of_padding
+from cb_rollout.packing.forward import Scores, differing_gradients, score_batches
+from cb_rollout.packing.logprobs import layouts, warn_of_padding
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Reasons not to pack a batch, the graver one last.
@@ -111,13 +111,22 @@ class PackedScores:
         Where batches with gradients have at most `max_kept_tokens` together, nothing is computed
         again in the backward pass.
         """
-        device = next(self.model.parameters()).device
+        device, inner = next(self.model.parameters()).device, hf_compat.unwrap(self.model)
         others = sorted(set(range(len(self.rows))) - set(trained))
-        names = multimodal.image_argument_names(hf_compat.unwrap(self.model))
-        with_gradient, without = (
-            pack(self.rows, numbers, self.layout, device, max_tokens, names)
-            for numbers in (trained, others)
-        )
+        names = multimodal.image_argument_names(inner)
+        has_gradient, layout = torch.is_grad_enabled(), self.layout
+
+        def packed(numbers: Sequence[int]) -> list[PackedBatch]:
+            return pack(self.rows, numbers, layout, device, max_tokens, names)
+
+        with_gradient = packed(trained)
+        is_kept = sum(batch.num_tokens for batch in with_gradient) <= max_kept_tokens
+        keeps = is_kept or not has_gradient or not hf_compat.checkpointed_layers(inner)
+        if layout is PackingLayout.FORKED_STATES and not keeps:
+            # Layers that are computed again take no states.
+            layout = PackingLayout.PADDED
+            with_gradient = packed(trained)
+        without = packed(others)
         self._batches = with_gradient + without
         self.tokens = LossTokens(
             sum(batch.num_tokens for batch in self._batches),
@@ -125,9 +134,7 @@ class PackedScores:
             sum(batch.num_shared_prompts for batch in self._batches),
             len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
         )
-        is_kept = sum(batch.num_tokens for batch in with_gradient) <= max_kept_tokens
-        inner = hf_compat.unwrap(self.model)
-        keeping = hf_compat.keeping_activations(inner) if is_kept else nullcontext()
+        keeping = hf_compat.keeping_activations(inner) if keeps else nullcontext()
         with self.trainer.accelerator.autocast(), keeping:
             return score_batches(
                 self.model,
@@ -197,10 +204,13 @@ class PackedLoss:
         self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
-        first = PackingLayout.SHARED_PREFIXES if self._can_pack else PackingLayout.PADDED
+        first, *_, last = layouts(packing_obstacle)
+        if packing_obstacle and self._is_sharded:
+            # Layers are computed again, which take no states.
+            first = last
+            if trainer.accelerator.device.type == "cuda":
+                _warn_of_padding(packing_obstacle)
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
-        if packing_obstacle and trainer.accelerator.device.type == "cuda":
-            _warn_of_padding(packing_obstacle)
         self._takes_images = is_processor(trainer.processing_class)
         self._compared: set[tuple[Any, ...]] = set()
         self._bytes_per_token: int | None = None
@@ -322,7 +332,7 @@ class PackedLoss:
                 self._compared.add(run.key)
                 break
             reason = reason or ELSEWHERE
-            if run.layout is not PackingLayout.SHARED_PREFIXES or self._is_sharded:
+            if run.layout is PackingLayout.PADDED or self._is_sharded:
                 self._give_up(reason, run.has_images)
                 return False
             not_shared, run.layout = reason, PackingLayout.PADDED
@@ -360,11 +370,14 @@ class PackedLoss:
         lengths = [len(row.completion_ids) for row in compared.rows]
         dtype = compute_dtype(model, self._trainer.accelerator.mixed_precision)
 
-        def logprobs(result: Result) -> list[torch.Tensor]:
-            return [row_T[:n].detach() for row_T, n in zip(result[0], lengths, strict=True)]
+        has_gradient = torch.is_grad_enabled()
 
-        def packed() -> list[torch.Tensor]:
-            return logprobs(compared.unpacked(compared.scores(range(len(compared.rows)), None)))
+        def logprobs(result: Result) -> list[torch.Tensor]:
+            return [row_T[:n] for row_T, n in zip(result[0], lengths, strict=True)]
+
+        def packed(layout: PackingLayout = run.layout) -> list[torch.Tensor]:
+            laid_out = replace(compared, layout=layout)
+            return logprobs(laid_out.unpacked(laid_out.scores(range(len(lengths)), None)))
 
         # Without gradients, reentrant checkpoints warn that there will be none.
         with without_dropout(model), hf_compat.keeping_activations(model), torch.no_grad():
@@ -378,6 +391,8 @@ class PackedLoss:
             for reference in expected:
                 if not (agreement := reference.compare(packed, higher_precision)):
                     return f"log-probabilities are off the trainer's forward by {agreement}"
+            if has_gradient and run.layout is PackingLayout.FORKED_STATES:
+                return differing_gradients(model, packed, dtype)
         return None
 
 
