@@ -66,15 +66,16 @@ class Chaos:
         self._thread = threading.Thread(target=self._run, name="chaos")
         self._thread.start()
 
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         self._ended.set()
         self._thread.join()
 
     def _run(self) -> None:
         while not self._ended.wait(self._random.uniform(0.2, MAX_PEACE)):
-            harm = self._random.choice(
-                [self.kill, self.pause, self.pause, self.hang, self.resize, self.change_nodes]
-            )
+            harm = self._random.choice([self.kill, self.pause, self.pause, self.hang, self.resize])
             # The pool or a process may end meanwhile.
             with suppress(ProcessLookupError, AttributeError, KeyError):
                 harm()
@@ -106,6 +107,7 @@ class Chaos:
         self.counts["resized"] += 1
 
     def change_nodes(self) -> None:
+        """Add a node to the cluster, or take one away; Ray allows it to the main thread only."""
         if self._nodes and self._random.random() < 0.5:
             node = self._nodes.pop(self._random.randrange(len(self._nodes)))
             self._cluster.remove_node(node, allow_graceful=self._random.random() < 0.5)
@@ -126,9 +128,7 @@ class Ledger:
         self._models: dict[int, torch.nn.Module] = {}
         self._recent: deque[int] = deque(maxlen=32)
 
-    def check(
-        self, base: int, prompts: list[list[int]], lengths: list[int], outputs: list
-    ) -> None:
+    def check(self, base: int, prompts: list[list[int]], lengths: list[int], outputs: list) -> None:
         """Require one exact sequence for each prompt; a pool's version 0 is `base`."""
         assert [list(o.prompt_ids) for o in outputs] == prompts, "sequences are missing or doubled"
         for output, length in zip(outputs, lengths, strict=True):
@@ -157,8 +157,9 @@ class Ledger:
         return self._models[version]
 
 
-def train(pool: RolloutPool, first: int, ledger: Ledger, end: float, chance: random.Random) -> int:
-    """Sync and roll out until `end`, in two threads as a trainer and its rollouts; return versions."""
+def train(chaos: Chaos, first: int, ledger: Ledger, end: float, chance: random.Random) -> int:
+    """Sync until `end`, beside a thread that rolls out; return the last version."""
+    pool = chaos.pool
     failures: list[BaseException] = []
     is_over = threading.Event()
 
@@ -166,7 +167,9 @@ def train(pool: RolloutPool, first: int, ledger: Ledger, end: float, chance: ran
         own = random.Random(seed)
         try:
             while not is_over.is_set():
-                prompts = [[5 + own.randrange(7), 6, own.randrange(251)] for _ in range(NUM_PROMPTS)]
+                prompts = [
+                    [5 + own.randrange(7), 6, own.randrange(251)] for _ in range(NUM_PROMPTS)
+                ]
                 lengths = [own.randint(1, 24) for _ in prompts]
                 outputs = list(pool.generate_batch(prompts, max_new_tokens=lengths).values())
                 ledger.check(first, prompts, lengths, outputs)
@@ -176,8 +179,10 @@ def train(pool: RolloutPool, first: int, ledger: Ledger, end: float, chance: ran
     thread = threading.Thread(target=sample, args=(first,))
     thread.start()
     version = first
-    while time.monotonic() < end and not failures:
+    while time.monotonic() < end and not failures and chaos.is_alive():
         time.sleep(chance.uniform(0.1, 3.0))
+        if chance.random() < 0.1:
+            chaos.change_nodes()
         try:
             pool.sync_weights(weights_of(version + 1).state_dict())
             version += 1
@@ -192,6 +197,7 @@ def train(pool: RolloutPool, first: int, ledger: Ledger, end: float, chance: ran
 
 
 def main() -> int:
+    """Run the chaos; 1: a process is left."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -209,11 +215,11 @@ def main() -> int:
                 ) as pool:
                     chaos.pool, num_trainers = pool, num_trainers + 1
                     part = min(end, time.monotonic() + chance.uniform(60, 240))
-                    version = train(pool, version, ledger, part, chance)
+                    version = train(chaos, version, ledger, part, chance)
                 print(
-                    f"{num_trainers} trainers, {version} versions, {ledger.num_sequences} sequences, "
-                    f"{ledger.num_mixed} of several versions, {ledger.num_refused} syncs that no "
-                    f"worker took, error {ledger.largest_error:.1e}, "
+                    f"{num_trainers} trainers, {version} versions, {ledger.num_sequences} "
+                    f"sequences, {ledger.num_mixed} of several versions, {ledger.num_refused} "
+                    f"syncs that no worker took, error {ledger.largest_error:.1e}, "
                     f"{dict(chaos.counts)}",
                     flush=True,
                 )
