@@ -30,7 +30,7 @@ import torch
 from ray.cluster_utils import Cluster
 from tiny import plain_logprobs, tiny_model
 
-from cb_rollout import RolloutConfig, WeightSyncError
+from cb_rollout import EngineDeadError, RolloutConfig, WeightSyncError
 from cb_rollout.integrations.ray import RolloutPool
 
 CONFIG = RolloutConfig(num_blocks=256, max_requests_per_batch=16, seed=11)
@@ -77,7 +77,7 @@ class Chaos:
         while not self._ended.wait(self._random.uniform(0.2, MAX_PEACE)):
             harm = self._random.choice([self.kill, self.pause, self.pause, self.hang, self.resize])
             # The pool or a process may end meanwhile.
-            with suppress(ProcessLookupError, AttributeError, KeyError):
+            with suppress(ProcessLookupError, AttributeError, EngineDeadError):
                 harm()
 
     def worker(self) -> int:
@@ -193,6 +193,7 @@ def train(chaos: Chaos, first: int, ledger: Ledger, end: float, chance: random.R
     thread.join()
     if failures:
         raise failures[0]
+    assert chaos.is_alive(), "nobody does any harm"
     return version
 
 
