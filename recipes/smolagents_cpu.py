@@ -25,20 +25,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
 
-INSTRUCTIONS = """You answer questions with Python code.
-
-Question: 7 - 12 =
-<code>
-final_answer(7 - 12)
-</code>
-
-Question: 31 + 5 =
-<code>
-final_answer(31 + 5)
-</code>
-"""
-MAX_TURNS = 3
-MAX_COMPLETION = 192
+INSTRUCTIONS = "You answer with one line of Python code, and nothing else."
+EXAMPLES = [
+    f"Question: {terms} =\nAnswer: <code>final_answer({terms})</code>"
+    for terms in ("7 - 12", "31 + 5", "4 + 60")
+]
+MAX_TURNS = 2
+MAX_COMPLETION = 64
 NUM_GENERATIONS = 8
 
 
@@ -53,7 +46,9 @@ def make_agent(problems: list[dict]) -> Callable[[str, list[dict]], float]:
         )
         agent = CodeAgent([], model, max_steps=MAX_TURNS, verbosity_level=LogLevel.OFF)
         agent.prompt_templates["system_prompt"] = INSTRUCTIONS
-        return float(str(agent.run(f"Question: {question}")) == answers[question])
+        sum_of_question = question.rpartition(": ")[2]
+        task = "\n".join([*EXAMPLES, f"Question: {sum_of_question}\nAnswer:"])
+        return float(str(agent.run(task)) == answers[question])
 
     return solve
 

@@ -27,7 +27,6 @@ from cb_rollout.engine.attention.shared_prefix import num_common
 from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages, joined
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.routers import joined_routes
-from cb_rollout.errors import ConfigurationError
 
 # A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
 MAX_PADDING = 1.25
@@ -144,7 +143,8 @@ class PackingLayout(StrEnum):
     WHOLE_ROWS = "whole_rows"
     """One row of all tokens, the last one of each completion and the prompts of empty ones too."""
     FORKED_STATES = "forked_states"
-    """A prompt, then the completions of its group from its states, padded on the right."""
+    """A prompt, then the completions of its group from its states, padded on the right. With images
+    or experts it is `PADDED`."""
     PADDED = "padded"
     """Rows of similar length, padded on the right."""
 
@@ -269,7 +269,9 @@ def pack(
         parts = _within(rows, [(number, 0) for number in numbers], max_tokens)
         return [_packed(rows, part, device, image_names, num_dropped=0) for part in parts]
     scored = [number for number in numbers if rows[number].completion_ids]
-    if layout is PackingLayout.PADDED:
+    # Images and experts belong to whole rows.
+    is_whole = any(row.images is not None or row.routes is not None for row in rows)
+    if layout is PackingLayout.PADDED or (layout is PackingLayout.FORKED_STATES and is_whole):
         parts = _of_one_length(rows, scored, max_tokens)
         return [_padded(rows, part, device, image_names) for part in parts]
     if layout is PackingLayout.FORKED_STATES:
@@ -319,10 +321,7 @@ def _of_one_prompt(
 ) -> Iterator[list[int]]:
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number in numbers:
-        row = rows[number]
-        if row.images is not None or row.routes is not None:
-            raise ConfigurationError("images and experts are laid out by whole rows")
-        groups[(row.rope_side, *row.prompt_ids)].append(number)
+        groups[(rows[number].rope_side, *rows[number].prompt_ids)].append(number)
     for group in groups.values():
         yield from _of_one_length(rows, group, max_tokens, len(rows[group[0]].prompt_ids))
 
