@@ -35,7 +35,12 @@ from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
 from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Routers
-from cb_rollout.engine.model.runner import BatchLayout, ModelRunner, recomputed_logprobs
+from cb_rollout.engine.model.runner import (
+    BatchLayout,
+    ModelRunner,
+    prompt_logprobs,
+    recomputed_logprobs,
+)
 from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
@@ -363,6 +368,13 @@ class Engine:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""
         with eval_mode(self.trained), devices.plain_modes(), self._computing():
             return recomputed_logprobs(self._runner, self.trained, request)
+
+    def prompt_logprobs(
+        self, token_ids: list[int], temperature: float, num: int
+    ) -> list[dict[int, tuple[float, int]]]:
+        """Return `runner.prompt_logprobs` of the model that trains."""
+        with eval_mode(self.trained), devices.plain_modes(), self._computing():
+            return prompt_logprobs(self._runner, self.trained, token_ids, temperature, num)
 
     def recompute_precisely(self, request: Request) -> list[float] | None:
         """Return the same in a higher precision; None: it cannot, or takes long on this device."""

@@ -162,7 +162,8 @@ class PackedBatch:
     position_ids: torch.Tensor
     """int64, as `input_ids`: each token's index in its own sequence."""
     predicting_K: torch.Tensor
-    """int64: index in the flat `input_ids`, after `shared_ids`, of the token before each scored one."""
+    """int64: of each scored token the index of the token before it, in `shared_ids` and then the
+    flat `input_ids`."""
     labels_K: torch.Tensor
     """int64: the scored tokens."""
     scored: list[tuple[int, int]]

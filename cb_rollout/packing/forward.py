@@ -209,7 +209,9 @@ def differing_gradients(
         places: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def keep(_module: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            places.append((arguments[0], output if output.requires_grad else output.requires_grad_()))
+            if not output.requires_grad:
+                output.requires_grad_()
+            places.append((arguments[0], output))
 
         handle = inner.get_input_embeddings().register_forward_hook(keep)
         try:

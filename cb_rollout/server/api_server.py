@@ -28,7 +28,6 @@ from cb_rollout.server.responses import (
 from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.served_model import ServedModel
 from cb_rollout.server.sessions import Session
-from cb_rollout.types import GenerationOutput
 
 # Most characters of a field's name in an answer: a client may send any.
 MAX_NAME_CHARACTERS = 100
@@ -102,6 +101,9 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         served.require_known(body.model)
         prompts = await _encoded_prompts(served, body.prompt, body.n or 1)
         params = await served.sampling_params(body)
+        if body.prompt_logprobs is not None and body.stream:
+            why = "prompt_logprobs are not streamed; set stream=false."
+            raise ApiError(400, why, "prompt_logprobs")
         builder = CompletionResponseBuilder(served, body, prompts, params)
         name = body.request_id or request.headers.get(ID_HEADER)
         session = session_of(request)
@@ -359,13 +361,13 @@ async def _respond(
 ) -> Response:
     if is_streaming:
         return _EventStream(_events(builder, submission), submission)
-    working = asyncio.ensure_future(_finished(submission))
+    working = asyncio.ensure_future(_answer(builder, submission))
     leaving = asyncio.ensure_future(_gone(request))
     with submission:
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
-                return _Json(builder.whole(working.result()))
+                return _Json(working.result())
             # The client is gone; nobody reads this.
             return Response(status_code=499)
         finally:
@@ -373,10 +375,11 @@ async def _respond(
             leaving.cancel()
 
 
-async def _finished(submission: Submission) -> list[GenerationOutput]:
-    """Wait for every sequence, and return them in order."""
+async def _answer(builder: ResponseBuilder, submission: Submission) -> dict[str, Any]:
+    """Wait for every sequence, and return the response."""
     outputs = {index: output async for index, output in submission.updates()}
-    return [outputs[index] for index in sorted(outputs)]
+    await builder.score_prompts()
+    return builder.whole([outputs[index] for index in sorted(outputs)])
 
 
 async def _gone(request: Request) -> None:

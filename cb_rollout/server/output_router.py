@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Self
+from typing import Self, TypeVar
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
@@ -20,6 +20,8 @@ from cb_rollout.errors import EngineDeadError
 from cb_rollout.server.protocol import ApiError, PauseMode
 from cb_rollout.server.sessions import Session
 from cb_rollout.types import GenerationOutput, RequestStatus
+
+T = TypeVar("T")
 
 
 class OutputRouter:
@@ -210,8 +212,8 @@ class EngineControl:
         """
         if mode == "abort":
             self._router.abort(None)
-        await self._run(self._hold)
-        await self._run(self._manager.loop.deliver_cancelled)
+        await self.run(self._hold)
+        await self.run(self._manager.loop.deliver_cancelled)
 
     def _hold(self) -> None:
         self._manager.loop.hold(PauseReason.CLIENT)
@@ -223,12 +225,13 @@ class EngineControl:
 
     async def resume(self) -> None:
         """End a client's pause, after the pauses that were asked for before."""
-        await self._run(self._release)
+        await self.run(self._release)
 
     async def abort(self, client_ids: Collection[str] | None) -> int:
         count = self._router.abort(client_ids)
-        await self._run(self._manager.loop.deliver_cancelled)
+        await self.run(self._manager.loop.deliver_cancelled)
         return count
 
-    async def _run(self, call: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, call)
+    async def run(self, call: Callable[[], T]) -> T:
+        """Run a call beside the asyncio loop, after those that were asked for before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

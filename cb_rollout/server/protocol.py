@@ -23,6 +23,9 @@ MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 # Most faults that the answer to an invalid body lists.
 MAX_FAULTS = 3
 
+# Most tokens of which a place of a prompt is answered with log-probabilities: a teacher's top-k.
+MAX_PROMPT_LOGPROBS = 128
+
 # Most names in one `/abort_requests`.
 MAX_REQUEST_IDS = 65_536
 
@@ -139,6 +142,8 @@ class CompletionRequest(_TextRequest):
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
+    """vLLM's: respond with log-probabilities of the prompt's tokens, and of so many likely ones."""
 
 
 class TextPart(Strict):

@@ -38,6 +38,9 @@ class ResponseBuilder:
         self._prompt: dict[str, Any] = {}
         """Fields of the response and of its first chunks that repeat the prompt."""
 
+    async def score_prompts(self) -> None:
+        """Compute the log-probabilities of prompts that were asked for."""
+
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = [
             {"index": index, **self._choice(index, output, 0)}
@@ -142,6 +145,23 @@ class CompletionResponseBuilder(_TextResponseBuilder):
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
+    def __init__(
+        self,
+        model: ServedModel,
+        body: CompletionRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+    ) -> None:
+        super().__init__(model, body, prompts, params)
+        self._num_of_prompt = body.prompt_logprobs
+        self._temperature = 1.0 if params.is_greedy else params.temperature
+        self._prompt_logprobs: list[list[dict[str, Any] | None]] = []
+
+    async def score_prompts(self) -> None:
+        if (num := self._num_of_prompt) is not None:
+            scored = await self._model.prompt_logprobs(self._prompts, num, self._temperature)
+            self._prompt_logprobs = [[None, *map(_ranked, places)] for places in scored]
+
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         text, logprobs = self._text(index, output, start), None
         if self._with_logprobs:
@@ -154,6 +174,8 @@ class CompletionResponseBuilder(_TextResponseBuilder):
             choice |= _ids(output, start)
         if self._with_ids and start == 0:
             choice["prompt_token_ids"] = self._prompts[index // self._num_choices]
+        if self._prompt_logprobs:
+            choice["prompt_logprobs"] = self._prompt_logprobs[index // self._num_choices]
         return choice
 
 
@@ -240,6 +262,10 @@ def _ids(output: GenerationOutput, start: int) -> dict[str, Any]:
 def _id_entry(token_id: int, logprob: float) -> dict[str, Any]:
     # TRL 1.16 and renderers 0.1.12 read `token`; vLLM 0.32 writes `token_id`.
     return {"token": f"token_id:{token_id}", "token_id": token_id, "logprob": logprob}
+
+
+def _ranked(place: dict[int, tuple[float, int]]) -> dict[str, Any]:
+    return {str(id_): {"logprob": value, "rank": rank} for id_, (value, rank) in place.items()}
 
 
 def _finish_reason(output: GenerationOutput) -> str | None:

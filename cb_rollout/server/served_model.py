@@ -204,6 +204,17 @@ class ServedModel:
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
+    async def prompt_logprobs(
+        self, prompts: Sequence[list[int]], num: int, temperature: float
+    ) -> list[list[dict[int, tuple[float, int]]]]:
+        """Score prompts by plain forwards between two steps of the engine, each by itself."""
+
+        def score(prompt: list[int]) -> list[dict[int, tuple[float, int]]]:
+            with self.manager.loop.paused():
+                return self.manager.engine.prompt_logprobs(prompt, temperature, num)
+
+        return [await self.control.run(partial(score, prompt)) for prompt in prompts]
+
     async def submit(
         self,
         prompts: Sequence[Sequence[int] | ImagePrompt],

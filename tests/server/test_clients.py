@@ -6,11 +6,14 @@ import socket
 import subprocess
 import threading
 
+import httpx
 import pytest
+import torch
 from accelerate import PartialState
 from served import TIMEOUT_SECONDS, served
 from tiny import byte_tokenizer, plain_logprobs, tiny_model
 from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.generation import vllm_client
 
 from cb_rollout.server.rl.weight_group import WeightGroup
 
@@ -43,6 +46,51 @@ def serving():
     model = tiny_model(vocab_size=len(tokenizer), max_position_embeddings=4096)
     with served(model=model, tokenizer=tokenizer, allow_weight_updates=True) as pair:
         yield pair
+
+
+@pytest.mark.parametrize("num_top", [1, 5])
+def test_trls_distillation_gets_a_teachers_logprobs(serving, num_top, monkeypatch):
+    # The client's own machine needs vLLM for weights alone.
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
+    generator, server = serving
+    client = vllm_client.VLLMClient(base_url=server.url)
+    rows = [[5, 6, 7, 8, 9], [9, 8, 7], [5, 6, 7, 8, 9]]
+    lengths, temperature = [2, 1, 3], 0.7
+    # Beside a rollout.
+    rollout = threading.Thread(
+        target=generator.generate_batch, args=([[5, 6]] * 8,), kwargs={"max_new_tokens": 40}
+    )
+    rollout.start()
+    found = client.get_sequence_logprobs(
+        rows, lengths, top_logprobs=num_top, temperature=temperature, chunk_size=2
+    )
+    rollout.join(TIMEOUT_SECONDS)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        logits = generator.manager.model(input_ids=torch.tensor([row])).logits[0, length - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1)
+        top = expected.topk(num_top, -1)
+        assert found["logprob_token_ids"][number] == top.indices.tolist()
+        values = torch.tensor(found["logprobs"][number])
+        torch.testing.assert_close(values, top.values, rtol=0, atol=1e-5)
+        assert found["actual_token_ids"][number] == [[token] for token in row[length:]]
+
+
+def test_each_token_of_a_prompt_has_its_logprob_and_rank(serving):
+    generator, server = serving
+    prompt = [5, 6, 7, 8]
+    body = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "n": 2}
+    choices = httpx.post(f"{server.base_url}/completions", json=body).json()["choices"]
+    assert choices[0]["prompt_logprobs"] == choices[1]["prompt_logprobs"]
+    first, *places = choices[0]["prompt_logprobs"]
+    assert first is None
+    logprobs = generator.manager.model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    for place, own, token in zip(places, logprobs, prompt[1:], strict=False):
+        assert place[str(token)]["logprob"] == pytest.approx(own[token].item(), abs=1e-5)
+        assert place[str(token)]["rank"] == int((own > own[token]).sum()) + 1
+        assert len(place) == 1
+    refused = httpx.post(f"{server.base_url}/completions", json=body | {"stream": True})
+    assert refused.status_code == 400
+    assert "prompt_logprobs are not streamed" in refused.json()["error"]["message"]
 
 
 @pytest.mark.slow

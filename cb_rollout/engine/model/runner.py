@@ -406,6 +406,25 @@ class ModelRunner:
         return devices.to_device(values, self.device)
 
 
+def prompt_logprobs(
+    runner: ModelRunner, model: torch.nn.Module, token_ids: list[int], temperature: float, num: int
+) -> list[dict[int, tuple[float, int]]]:
+    """Return, of each token but the first, the log-probability and rank of tokens in its place.
+
+    They are the `num` most likely ones and the token itself, by id. Ranks begin with 1.
+    """
+    logits_NV = runner.plain_logits(token_ids, hf_compat.collective_forward(model))
+    logprobs_TV = (logits_NV[:-1] / temperature).log_softmax(-1)
+    own_T1 = devices.to_device(token_ids[1:], runner.device)[:, None]
+    chosen_T1 = logprobs_TV.gather(1, own_T1)
+    ranks_T1 = (logprobs_TV > chosen_T1).sum(-1, keepdim=True) + 1
+    top_TK, ids_TK = logprobs_TV.topk(num, -1)
+    top_ranks_TK = torch.arange(1, num + 1, device=runner.device).expand_as(ids_TK)
+    tensors = ((ids_TK, own_T1), (top_TK, chosen_T1), (top_ranks_TK, ranks_T1))
+    rows = zip(*(torch.cat(pair, 1).tolist() for pair in tensors), strict=True)
+    return [{token_id: entry for token_id, *entry in zip(*row, strict=True)} for row in rows]
+
+
 def recomputed_logprobs(
     runner: ModelRunner, model: torch.nn.Module, request: Request
 ) -> list[float]:
