@@ -150,6 +150,7 @@ def test_a_model_that_accelerate_prepares_is_captured_once_and_gives_logits_in_i
         assert set(seen) == {"hook", "forward"}
 
 
+@pytest.mark.slow
 def test_a_prepared_model_whose_trainer_is_not_given_runs_under_accelerates_autocast(accelerator):
     model = tiny_model("qwen3", **SMALL)
     manager = ContinuousBatchingManager(model, None, RolloutConfig())

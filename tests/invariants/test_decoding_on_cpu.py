@@ -77,6 +77,7 @@ def test_every_path_gives_the_same_tokens(family, monkeypatch):
         assert_right(outputs, model)
 
 
+@pytest.mark.slow
 def test_a_warmed_up_engine_decodes_from_its_trace_at_once():
     model = tiny_model("qwen3", num_hidden_layers=1)
     kept = {"progress_bar": False, "persistent_manager": True, "max_new_tokens": 2}

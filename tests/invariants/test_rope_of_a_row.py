@@ -183,7 +183,8 @@ def test_a_row_that_would_change_its_dynamic_frequencies_is_refused():
         rollout(model, prompts(10), SamplingParams(max_new_tokens=7))
 
 
-@pytest.mark.parametrize("use_async_batching", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("use_async_batching", [False, True])
 def test_a_graph_takes_the_factors_of_its_rows(use_async_batching, monkeypatch):
     pytest.importorskip("triton")
     pretend_cuda(monkeypatch)

@@ -48,7 +48,7 @@ def serving():
         yield pair
 
 
-@pytest.mark.parametrize("num_top", [1, 5])
+@pytest.mark.parametrize("num_top", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_trls_distillation_gets_a_teachers_logprobs(serving, num_top, monkeypatch):
     # The client's own machine needs vLLM for weights alone.
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)

@@ -100,6 +100,7 @@ def test_a_rewritten_history_is_counted_and_its_longest_part_trained_on(tmp_path
     detach(trainer)
 
 
+@pytest.mark.slow
 def test_a_reward_may_be_posted(tmp_path):
     def agent(base_url, prompt):
         reward = talk(base_url, prompt)
@@ -134,6 +135,7 @@ def without_reward(base_url, prompt):
         (without_reward, RolloutError, "got no reward"),
     ],
 )
+@pytest.mark.slow
 def test_an_agent_that_fails_ends_the_training(tmp_path, agent, error, text):
     trainer = trainer_of(tmp_path, agent, timeout_seconds=3.0)
     attach(trainer, CONFIG)

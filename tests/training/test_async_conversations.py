@@ -221,6 +221,7 @@ def test_conversations_that_all_hang_are_reported(checkpoint, tmp_path, monkeypa
     released.set()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused(checkpoint, tmp_path, monkeypatch):  # noqa: F811
     from cb_rollout.strategies import DynamicSampling
 

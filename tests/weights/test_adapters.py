@@ -238,6 +238,7 @@ def differences(model):
         yield max(abs(a - b) for a, b in zip(output.logprobs, plain, strict=True))
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
     assert max(differences(lora().eval())) <= 1e-5

@@ -282,7 +282,7 @@ def test_a_sequence_of_a_killed_worker_is_sampled_again_elsewhere(pool):
 
 
 def test_a_model_that_no_worker_can_load_is_its_own_error(tmp_path):
-    with pytest.raises(ValueError, match="no config.json"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         RolloutPool(str(tmp_path), CONFIG, num_workers=1)
     with pytest.raises(ConfigurationError, match="num_workers=0"):
         RolloutPool(str(tmp_path), CONFIG, num_workers=0)
