@@ -42,10 +42,15 @@ TIMEOUT_SECONDS = 15.0
 # Seconds between two faults, at most.
 MAX_PEACE = 4.0
 
+_DRAWING = threading.Lock()
+
 
 def weights_of(version: int) -> torch.nn.Module:
     """Return a model with weights of its own for every version; of version 0 the checkpoint's."""
-    model, generator = tiny_model(), torch.Generator().manual_seed(version)
+    # A new model draws from torch's one generator, and both threads make some.
+    with _DRAWING:
+        model = tiny_model()
+    generator = torch.Generator().manual_seed(version)
     if version:
         with torch.no_grad():
             for parameter in (p for p in model.parameters() if p.dim() > 1):

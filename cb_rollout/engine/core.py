@@ -372,9 +372,9 @@ class Engine:
     def prompt_logprobs(
         self, token_ids: list[int], temperature: float, num: int
     ) -> list[dict[int, tuple[float, int]]]:
-        """Return `runner.prompt_logprobs` of the model that trains."""
-        with eval_mode(self.trained), devices.plain_modes(), self._computing():
-            return prompt_logprobs(self._runner, self.trained, token_ids, temperature, num)
+        """Return `runner.prompt_logprobs` of the model that samples."""
+        with eval_mode(self.model), devices.plain_modes(), self._computing():
+            return prompt_logprobs(self._runner, token_ids, temperature, num)
 
     def recompute_precisely(self, request: Request) -> list[float] | None:
         """Return the same in a higher precision; None: it cannot, or takes long on this device."""

@@ -407,13 +407,13 @@ class ModelRunner:
 
 
 def prompt_logprobs(
-    runner: ModelRunner, model: torch.nn.Module, token_ids: list[int], temperature: float, num: int
+    runner: ModelRunner, token_ids: list[int], temperature: float, num: int
 ) -> list[dict[int, tuple[float, int]]]:
     """Return, of each token but the first, the log-probability and rank of tokens in its place.
 
     They are the `num` most likely ones and the token itself, by id. Ranks begin with 1.
     """
-    logits_NV = runner.plain_logits(token_ids, hf_compat.collective_forward(model))
+    logits_NV = runner.plain_logits(token_ids)
     logprobs_TV = (logits_NV[:-1] / temperature).log_softmax(-1)
     own_T1 = devices.to_device(token_ids[1:], runner.device)[:, None]
     chosen_T1 = logprobs_TV.gather(1, own_T1)
