@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel, cache_utils
+from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -466,7 +466,7 @@ def giving_hidden_states(
         yield
 
 
-def repeat_states(cache: DynamicCache, num_rows: int, device: torch.device) -> None:
+def repeat_states(cache: Any, num_rows: int, device: torch.device) -> None:
     """Have rows go on from a cache's one row, with gradients, for one forward (transformers 5.23).
 
     The library writes the states of that forward over those that the backward pass needs.

@@ -422,7 +422,7 @@ def prompt_logprobs(
     top_ranks_TK = torch.arange(1, num + 1, device=runner.device).expand_as(ids_TK)
     tensors = ((ids_TK, own_T1), (top_TK, chosen_T1), (top_ranks_TK, ranks_T1))
     rows = zip(*(torch.cat(pair, 1).tolist() for pair in tensors), strict=True)
-    return [{token_id: entry for token_id, *entry in zip(*row, strict=True)} for row in rows]
+    return [{token: (value, rank) for token, value, rank in zip(*row, strict=True)} for row in rows]
 
 
 def recomputed_logprobs(
