@@ -60,7 +60,7 @@ class Cluster:
     """A connection to the Ray cluster, for the workers of one pool."""
 
     def __init__(self, resources_per_worker: Mapping[str, float] | None) -> None:
-        """Connect: to the cluster that this process is in or `RAY_ADDRESS` names, else a new one.
+        """Connect to a cluster: this process's, `RAY_ADDRESS`'s, one that runs here, or a new one.
 
         Raises:
             ImportError: ray is not installed.

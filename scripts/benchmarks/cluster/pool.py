@@ -59,7 +59,12 @@ def ray_cluster(setup: Setup) -> Iterator[None]:
         raise ConfigurationError("workers share the cores of a CPU here; pass --device cpu.")
     import ray
 
-    ray.init(num_cpus=torch.get_num_threads(), include_dashboard=False, log_to_driver=False)
+    ray.init(
+        address="local",
+        num_cpus=torch.get_num_threads(),
+        include_dashboard=False,
+        log_to_driver=False,
+    )
     try:
         yield
     finally:

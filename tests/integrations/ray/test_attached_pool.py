@@ -60,7 +60,7 @@ def pool(checkpoint, cluster):
 
 @pytest.fixture(scope="module")
 def cluster():
-    made = ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    made = ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False)
     yield made.address_info["address"]
     ray.shutdown()
 
