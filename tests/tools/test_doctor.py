@@ -84,7 +84,7 @@ def test_a_hybrids_layers_are_told_apart(checkpoints):
     assert found["layers"].text.startswith("1 with keys and values, 1 with recurrent states")
     assert found["chunks, known prefixes"].text.startswith("not used: recurrent")
     assert found["prefill"].text.startswith("padded, not packed (recurrent states")
-    assert found["packed loss"].text.startswith("padded, not shared_prefixes (recurrent states")
+    assert found["packed loss"].text == "forked_states"
     assert int(found["bytes per sequence"].text.replace(",", "")) > 0
     assert max(f.level for f in found.values()) is Level.OK
 
