@@ -1,12 +1,13 @@
 """Reach past the public API of transformers 5.23's tensor parallelism and torch 2.13's DTensors."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from cb_rollout.errors import ConfigurationError
 
@@ -47,37 +48,48 @@ def parts(tensors: Sequence[torch.Tensor], splits: Splits | None) -> list[torch.
     ]
 
 
+def distributed_config(config: PreTrainedConfig, size: int) -> Any:
+    """Return transformers' setting that splits a model of this config over `size` processes.
+
+    Raises:
+        ConfigurationError: transformers is too old, or the heads cannot be divided.
+    """
+    try:
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
+    except ImportError as error:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} needs transformers 5.23 or later; set 1, or upgrade it."
+        ) from error
+    config = config.get_text_config()
+    num_heads = getattr(config, "num_key_value_heads", None) or size
+    if get_kv_heads_per_rank(config.base_model_tp_plan or {}, num_heads, size) is None:
+        raise ConfigurationError(
+            f"tensor_parallel_size={size} does not divide the model's {num_heads} key and value "
+            "heads; set a divisor of it."
+        )
+    return DistributedConfig(tp_size=size)
+
+
 def split_over_processes(model: PreTrainedModel, size: int) -> None:
     """Split a model's empty layers over groups of `size` neighbouring processes; collective.
 
     Parameters that its `tp_plan` names become DTensors.
     """
-    try:
-        from transformers.distributed import DistributedConfig
-        from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
-        from transformers.distributed.utils import initialize_distributed_mesh
-    except ImportError as error:
-        raise ConfigurationError(
-            f"tensor_parallel_size={size} needs transformers 5.23 or later; set 1, or upgrade it."
-        ) from error
-    config = model.config.get_text_config()
-    num_heads = getattr(config, "num_key_value_heads", None) or size
-    if get_kv_heads_per_rank(model.tp_plan or {}, num_heads, size) is None:
-        raise ConfigurationError(
-            f"tensor_parallel_size={size} does not divide the model's {num_heads} key and value "
-            "heads; set a divisor of it."
-        )
+    split = distributed_config(model.config, size)
     world_size = num_processes()
     if world_size % size:
         raise ConfigurationError(
             f"tensor_parallel_size={size} does not divide the {world_size} processes of "
             "torch.distributed's process group; launch a multiple of it, or set 1."
         )
+    from transformers.distributed.utils import initialize_distributed_mesh
+
     _, meshes = initialize_distributed_mesh(
-        DistributedConfig(tp_size=size, fsdp_size=world_size // size)
+        dataclasses.replace(split, fsdp_size=world_size // size)
     )
     try:
-        model.maybe_distribute_model(model, DistributedConfig(tp_size=size), meshes)
+        model.maybe_distribute_model(model, split, meshes)
     except ValueError as error:
         raise ConfigurationError(
             f"transformers cannot split a {type(model).__name__} over tensor_parallel_size={size} "

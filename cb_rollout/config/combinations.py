@@ -70,6 +70,10 @@ COMBINATIONS = {
         "trainer takes for whole only what ends in its own end-of-sequence token, and computes old "
         "log-probabilities and rewards from that; leave it False, or take stop_strings and "
         "eos_token_id out of generation_kwargs."),
+    "pool, adapters split": Combination(
+        "`RolloutPool(peft_config=...)`", "`tensor_parallel_size` above 1",
+        "tensor_parallel_size={size} with peft_config: a split worker has no adapters of its own; "
+        "leave peft_config out, and a sync merges them into the weights that it sends."),
     "pool, several processes": Combination(
         "`RolloutPool(accelerator=...)`", "`use_strategy` or `AsyncRollouts`",
         "several processes share the pool, and {sampler} samples in each by itself; make the pool "

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from cb_rollout.compat.multimodal import is_processor, reads_images, text_tokenizer
+from cb_rollout.compat.tensor_parallel import distributed_config
 from cb_rollout.errors import ConfigurationError, abbreviated, error_text
 
 # "auto" is the dtype that the checkpoint was saved in.
@@ -38,20 +39,26 @@ def require_dtype(dtype: str) -> None:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
 
 
-def load_model(name: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+def load_model(
+    name: str, dtype: str = "auto", device: str = "auto", *, tensor_parallel_size: int = 1
+) -> PreTrainedModel:
     """Load a checkpoint's causal language model, with any vision tower, in evaluation mode.
 
-    `name` is a local directory or on the hub, `dtype` one of `DTYPES`. Raises `ConfigurationError`
-    if the device or checkpoint does not exist, or the model cannot be read, lacks weights or
-    memory.
+    `name` is a local directory or on the hub, `dtype` one of `DTYPES`. A `tensor_parallel_size`
+    above 1 splits the layers over so many processes, all of which call this. Raises
+    `ConfigurationError` if the device or checkpoint does not exist, or the model cannot be read or
+    split, lacks weights or memory.
     """
     require_dtype(dtype)
     target = torch_device(device)
     _require_directory(name)
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"
     with _loading("causal language model", name, advice):
-        model_class = _model_class(AutoConfig.from_pretrained(name))
-        loaded: Any = model_class.from_pretrained(name, dtype=dtype, output_loading_info=True)
+        config = AutoConfig.from_pretrained(name)
+        if tensor_parallel_size > 1:
+            options["distributed_config"] = distributed_config(config, tensor_parallel_size)
+        loaded: Any = _model_class(config).from_pretrained(name, **options)
     model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):
         raise ConfigurationError(

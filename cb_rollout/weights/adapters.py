@@ -1,4 +1,6 @@
-"""Read PEFT adapters as updates of a plain model's weights. The only file that imports peft.
+"""Read PEFT adapters as updates of a plain model's weights, and add them to a model.
+
+The only file that imports peft.
 
 Never merges in place. Refuses adapters that cannot be merged exactly out of place.
 """
@@ -7,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from peft import PeftConfig, get_peft_model
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from transformers import PreTrainedModel
 
 from cb_rollout.compat.tensor_parallel import Split
 from cb_rollout.errors import ConfigurationError
@@ -44,6 +48,22 @@ class LowRank:
 def has_adapters(model: torch.nn.Module) -> bool:
     """Return True if any layer runs through PEFT."""
     return any(isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper) for m in model.modules())
+
+
+def with_adapters(model: PreTrainedModel, config: PeftConfig) -> torch.nn.Module:
+    """Return a frozen model with new adapters, its only parameters that train."""
+    return get_peft_model(model, config)
+
+
+def scalings_of(model: torch.nn.Module) -> dict[str, float]:
+    """Return the factor of each active adapter, by its layer's name inside the model."""
+    layers: Any = [(path, m) for path, m in model.named_modules() if _is_adapted(m)]
+    return {
+        f"{path}.{name}": float(layer.scaling[name])
+        for path, layer in layers
+        for name in layer.active_adapters
+        if name in getattr(layer, "scaling", ())
+    }
 
 
 def wrapped_by_peft(module: Any) -> torch.nn.Module | None:

@@ -52,6 +52,8 @@ def weights_of(
     model: torch.nn.Module,
     stored: Callable[[torch.Tensor], torch.Tensor],
     held_dtype: Callable[[torch.nn.Module, torch.dtype], torch.dtype] = lambda _, dtype: dtype,
+    *,
+    merges_adapters: bool = True,
 ) -> list[Weight]:
     """List every tensor of the plain model inside `model`, in the model's order.
 
@@ -62,9 +64,11 @@ def weights_of(
         model: the training module, wrapped or not.
         stored: maps a tensor that the module shows to the tensor that is trained.
         held_dtype: maps a plain module and a parameter's dtype to the dtype that it is held in.
+        merges_adapters: False: list adapters as modules of their own, with the names that they have
+            inside the model.
     """
     grouped: dict[tuple[object, ...], Weight] = {}
-    for path, module, low_ranks in plain_modules(model):
+    for path, module, low_ranks in plain_modules(model, merges_adapters=merges_adapters):
         added = tuple(replace(pair, A=stored(pair.A), B=stored(pair.B)) for pair in low_ranks)
         weights = [
             Weight((path + name,), stored(base), added if name == "weight" else (), is_buffer=False)
@@ -85,25 +89,31 @@ def weights_of(
 
 
 def plain_modules(
-    model: torch.nn.Module, prefix: str = "", added: tuple[LowRank, ...] = ()
+    model: torch.nn.Module,
+    prefix: str = "",
+    added: tuple[LowRank, ...] = (),
+    *,
+    merges_adapters: bool = True,
 ) -> Iterator[tuple[str, torch.nn.Module, tuple[LowRank, ...]]]:
     """Yield each module of the plain model: its path, itself, and updates of its `weight`.
 
-    A path is empty or ends with a dot. A module in several places is yielded for each.
+    A path is empty or ends with a dot. A module in several places is yielded for each. Without
+    `merges_adapters` a module of PEFT is one of the model's.
     """
-    inner = wrapped_by_peft(model)
+    inner = wrapped_by_peft(model) if merges_adapters else None
     if inner is not None:
         added = low_ranks_of(model)
     else:
         inner = torch_compat.wrapped_layer(model)
     if inner is not None:
-        yield from plain_modules(inner, prefix, added)
+        yield from plain_modules(inner, prefix, added, merges_adapters=merges_adapters)
         return
     yield prefix, model, added
     # `named_children` leaves out a child that it has yielded under another name.
     for name, child in model._modules.items():
         if child is not None:
-            yield from plain_modules(child, f"{prefix}{name}.")
+            path = f"{prefix}{name}."
+            yield from plain_modules(child, path, merges_adapters=merges_adapters)
 
 
 def computed_by(model: torch.nn.Module) -> dict[str, type | float]:

@@ -1,4 +1,4 @@
-"""The workload `deltas`: the bytes of a weight sync of a pool, whole and as a delta.
+"""The workload `deltas`: the bytes of a weight sync of a pool: whole, as a delta, adapters alone.
 
 SmolLM2-135M-Instruct trains on its own chats by AdamW at a rate of RL, in float32; workers hold the
 weights in bfloat16 or in float32.
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 
 from benchmarks.chats import chats_of, load
 from benchmarks.sizes import Setup
@@ -23,6 +24,7 @@ from cb_rollout.integrations.ray.weight_update import (
 
 LEARNING_RATES = (1e-6, 1e-5)
 NUM_STEPS, ROWS_PER_STEP = 6, 4
+RANK = 16
 
 Stored = list[tuple[WorkerTensor, np.ndarray]]
 
@@ -33,7 +35,18 @@ def bench_deltas(setup: Setup) -> dict[str, Any]:
         f"deltas, {name} workers, AdamW at {rate:g}": _figures(setup, dtype, rate)
         for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
         for rate in LEARNING_RATES
-    }
+    } | {f"adapters alone, LoRA of rank {RANK} on every linear layer": _adapters(setup)}
+
+
+def _adapters(setup: Setup) -> dict[str, float]:
+    _, model = load(setup.device)
+    whole = sum(tensor.num_bytes for tensor in worker_tensors(model))
+    config = LoraConfig(r=RANK, target_modules="all-linear")
+    adapted = get_peft_model(model.requires_grad_(False), config)
+    expected = worker_tensors(model, merges_adapters=False)
+    sent = new_values(adapted, expected, merges_adapters=False)
+    num_bytes = sum(bytes_of(value, tensor.dtype).nbytes for tensor, value in sent)
+    return {"megabytes": num_bytes / 1e6, "percent of whole": 100 * num_bytes / whole}
 
 
 def _figures(setup: Setup, dtype: torch.dtype, rate: float) -> dict[str, float]:
@@ -46,14 +59,14 @@ def _figures(setup: Setup, dtype: torch.dtype, rate: float) -> dict[str, float]:
         for t in worker_tensors(model)
     ]
     codec, steps = DeltaCodec(), []
-    before = [(t, bytes_of(t, value)) for t, value in new_values(model, expected)]
+    before = [(t, bytes_of(value, t.dtype)) for t, value in new_values(model, expected)]
     for _ in range(NUM_STEPS):
         for _ in range(ROWS_PER_STEP):
             ids = torch.tensor([next(rows)], device=setup.device)
             model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        after = [(t, bytes_of(t, value)) for t, value in new_values(model, expected)]
+        after = [(t, bytes_of(value, t.dtype)) for t, value in new_values(model, expected)]
         steps.append(_compared(codec, before, after))
         before = after
     # The first step of AdamW moves every weight by the whole rate.

@@ -1,7 +1,8 @@
 """One process of a trainer whose completions a pool samples.
 
 Called with a checkpoint, a way of `WAYS`, and a file. In the way "own" each process has a pool of
-its own, else all share one. Ray is the cluster that `RAY_ADDRESS` names.
+its own, in "fsdp2_engine" all share an engine, else a pool. Ray is the cluster that `RAY_ADDRESS`
+names.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import sys
 import tempfile
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from peft import LoraConfig
 from playback import TOOLS
 from tiny import char_tokenizer, tiny_model
 from tiny_trainer import logged, tiny_trainer
+from transformers import AutoModelForCausalLM
 from trl_sharded import CHATS, fsdp, with_tools_on_some, zero
 
 from cb_rollout import RolloutConfig, RolloutError, attach
@@ -24,12 +27,16 @@ from cb_rollout.integrations.ray import RolloutPool
 from cb_rollout.integrations.ray import pool as pool_module
 from cb_rollout.weights import tensor
 
-LORA = {"trainer_arguments": {"peft_config": LoraConfig(r=4, target_modules=["q_proj"])}}
+LORA_CONFIG = LoraConfig(r=4, target_modules=["q_proj"])
+LORA = {"trainer_arguments": {"peft_config": LORA_CONFIG}}
 WAYS: dict[str, dict[str, Any]] = {
     "own": {},
     "ddp": {},
     "fsdp2": fsdp(2),
     "fsdp2_lora": fsdp(2) | LORA,
+    "fsdp2_adapters": fsdp(2) | LORA,
+    "fsdp2_split": fsdp(2),
+    "fsdp2_engine": fsdp(2),
     "fsdp2_tools": {**(fsdp(2) | TOOLS | CHATS), "prepare_tokenizer": with_tools_on_some},
     "fsdp1": fsdp(1),
     "zero3": zero(3),
@@ -44,9 +51,9 @@ class Alive:
         self._values: list[Any] = []
         self._new_values = pool_module.new_values
 
-    def new_values(self, *arguments: Any) -> Any:
+    def new_values(self, *arguments: Any, **options: Any) -> Any:
         """In the place of `weight_update.new_values`."""
-        for expected, value in self._new_values(*arguments):
+        for expected, value in self._new_values(*arguments, **options):
             storage = value.untyped_storage()
             self._values = [v for v in self._values if v() is not None] + [weakref.ref(storage)]
             sizes = {id(s): s.nbytes() for s in (v() for v in self._values) if s is not None}
@@ -81,27 +88,38 @@ def main() -> None:
     # DeepSpeed empties the models that are made after its trainer.
     sizes = [p.nbytes for p in tiny_model(vocab_size=len(char_tokenizer())).parameters()]
     settings = {"per_device_train_batch_size": 8, "max_steps": 2, **WAYS[way]}
+    if way in ("fsdp2_split", "fsdp2_engine"):
+        settings["model"] = AutoModelForCausalLM.from_pretrained(checkpoint)
     trainer = tiny_trainer(Path(tempfile.mkdtemp()), **settings)
     alive = Alive()
     pool_module.new_values = alive.new_values
     tensor.BUCKET_BYTES = max(sizes)
-    config = RolloutConfig(num_blocks=256, seed=3, verify_every_steps=1, max_logprob_drift=1e-4)
-    with RolloutPool(
-        checkpoint,
-        config,
-        num_workers=1 if way == "own" else 2,
-        tokenizer=char_tokenizer(),
-        accelerator=None if way == "own" else trainer.accelerator,
-    ) as pool:
-        generator = attach(trainer, pool)
+    config = RolloutConfig(
+        num_blocks=256, seed=3, verify_every_steps=1, max_logprob_drift=1e-4,
+        tensor_parallel_size={"fsdp2_split": 2, "fsdp2_engine": 4}.get(way, 1),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        if way == "fsdp2_engine":
+            generator = stack.enter_context(attach(trainer, config))
+        else:
+            pool = stack.enter_context(
+                RolloutPool(
+                    checkpoint, config, tokenizer=char_tokenizer(),
+                    num_workers=1 if way == "own" else 2,
+                    accelerator=None if way == "own" else trainer.accelerator,
+                    peft_config=LORA_CONFIG if way == "fsdp2_adapters" else None,
+                )
+            )  # fmt: skip
+            generator = attach(trainer, pool)
         trainer.train()
         outputs = generator.generate_batch(["1+2="], max_new_tokens=20)
-        refused = [] if way == "own" else refusals(pool)
-        generator.sync_weights()
-        version, num_alive = pool.policy_version, pool.num_alive
+        refused = [] if way in ("own", "fsdp2_engine") else refusals(pool)
+        report = generator.sync_weights()
+        num_alive = 0 if way == "fsdp2_engine" else pool.num_alive
     (output,) = outputs.values()
     result = {
-        "version": version,
+        "version": report.policy_version,
+        "sent_bytes": report.bytes_copied,
         "num_alive": num_alive,
         "tokens": output.generated_tokens,
         "versions": output.policy_versions,

@@ -4,18 +4,26 @@ Owns the connection to the cluster, and waits for the processes of one pool. The
 imports ray. Called from any thread.
 """
 
+import asyncio
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import psutil
+from torch.distributed import TCPStore
 
 from cb_rollout.config.enums import InFlight
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
-from cb_rollout.integrations.ray.worker import PoolWorker, WorkerDescription
+from cb_rollout.integrations.ray.worker import (
+    PoolWorker,
+    WorkerDescription,
+    WorkerShard,
+    WorkItem,
+)
 
 # Methods of a worker that run at the same time: a report, a submission, an update, a cancellation.
 MAX_CONCURRENCY = 6
@@ -31,17 +39,40 @@ PICKLABLE = (
 # Time for a killed process of this machine to end.
 END_SECONDS = 20.0
 
+# Calls that change an engine run one after the other where the processes of a worker must agree.
+ORDERED = "ordered"
+
 
 class WorkerLostError(Exception):
     """A worker's process or machine ended."""
 
 
-class RolloutWorker:
-    """A worker inside of its actor's process."""
+@dataclass(frozen=True, slots=True)
+class WorkerHandle:
+    """The actors of a worker, one for each of its tensor-parallel processes, the leader first."""
 
-    def start(self, arguments: tuple[Any, ...]) -> tuple[WorkerDescription, str]:
+    actors: Sequence[Any]
+    placement: Any = None
+    """Ray's placement group, which reserves the resources of several; None: there is one actor."""
+
+
+class RolloutWorker:
+    """A worker, or one shard of it, inside of an actor's process."""
+
+    def listen(self) -> tuple[str, int]:
+        """Open the store by which the processes of a worker find each other; return its address."""
+        host = _ray().util.get_node_ip_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def start(
+        self, arguments: tuple[Any, ...], rank: int, size: int, address: tuple[str, int] | None
+    ) -> tuple[WorkerDescription, str]:
         """Make the worker; return its description and its node's id."""
-        self._worker = PoolWorker(*arguments)
+        shard = None
+        if address is not None:
+            shard = WorkerShard(rank, size, TCPStore(*address) if rank else self._store)
+        self._worker = PoolWorker(*arguments, shard=shard)
         return self._worker.description(), _ray().get_runtime_context().get_node_id()
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -59,8 +90,12 @@ class RolloutWorker:
 class Cluster:
     """A connection to the Ray cluster, for the workers of one pool."""
 
-    def __init__(self, resources_per_worker: Mapping[str, float] | None) -> None:
+    def __init__(
+        self, resources_per_worker: Mapping[str, float] | None, tensor_parallel_size: int = 1
+    ) -> None:
         """Connect to a cluster: this process's, `RAY_ADDRESS`'s, one that runs here, or a new one.
+
+        A worker is `tensor_parallel_size` actors, each with `resources_per_worker`.
 
         Raises:
             ImportError: ray is not installed.
@@ -74,13 +109,36 @@ class Cluster:
             ray.init(include_dashboard=False, log_to_driver=False)
         if resources_per_worker is None:
             options = _actor_options({"GPU" if self.resources().get("GPU") else "CPU": 1})
-        self._actors = ray.remote(**options)(RolloutWorker)
+        self._size, self._options = tensor_parallel_size, options
+        self._actors = ray.remote(concurrency_groups={ORDERED: 1}, **options)(RolloutWorker)
         self._processes: list[psutil.Process] = []
 
-    def start_worker(self, *arguments: Any) -> tuple[Any, Any]:
-        """Ask for a worker; return its actor, and the reference of its description and node."""
-        actor = self._actors.remote()
-        return actor, actor.start.remote(arguments)
+    def start_worker(self, *arguments: Any) -> tuple[WorkerHandle, list[Any]]:
+        """Ask for a worker; return it, and references of each process's description and node."""
+        if self._size == 1:
+            handle, address = WorkerHandle([self._actors.remote()]), None
+        else:
+            handle = self._placed_together()
+            address = handle.actors[0].listen.remote()
+        started = [
+            actor.start.remote(arguments, rank, self._size, address)
+            for rank, actor in enumerate(handle.actors)
+        ]
+        return handle, started
+
+    def _placed_together(self) -> WorkerHandle:
+        """Ask for the actors of a split worker, all or none, on one machine if any has room."""
+        options = self._options
+        bundle = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}
+        bundle |= {"memory": options.get("memory", 0)} | (options["resources"] or {})
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        placement = self._ray.util.placement_group([bundle] * self._size, strategy="PACK")
+        by_index = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        actors = [
+            self._actors.options(scheduling_strategy=by_index(placement, index)).remote()
+            for index in range(self._size)
+        ]
+        return WorkerHandle(actors, placement)
 
     def record_process(self, process_id: int, node: str) -> None:
         """Have `close` wait for the end of a worker's process, if it is on this machine."""
@@ -89,19 +147,36 @@ class Cluster:
             with suppress(psutil.NoSuchProcess):
                 self._processes.append(psutil.Process(process_id))
 
-    def call(self, actor: Any, method: str, *arguments: Any) -> Any:
-        return actor.call.remote(method, *arguments)
+    def call(self, handle: WorkerHandle, method: str, *arguments: Any) -> list[Any]:
+        """Call the leading process of a worker; return the reference of its result."""
+        return [handle.actors[0].call.remote(method, *arguments)]
+
+    def submit(self, handle: WorkerHandle, items: Sequence[WorkItem]) -> list[Any]:
+        """Have a worker queue items; return the references of each process's answer.
+
+        Split workers get all submissions and updates in the order of these calls.
+        """
+        return [
+            self._ordered(handle, actor.call).remote("submit", items) for actor in handle.actors
+        ]
 
     def update(
         self,
-        actor: Any,
+        handle: WorkerHandle,
         update: WeightUpdate,
         in_flight: InFlight,
         seconds: float,
         are_deltas: bool,
-    ) -> Any:
-        """Have a worker fetch and take weights; return the reference of its result."""
-        return actor.update.remote(update, in_flight, seconds, are_deltas)
+    ) -> list[Any]:
+        """Have a worker fetch and take weights; return the references of each process's answer."""
+        return [
+            self._ordered(handle, actor.update).remote(update, in_flight, seconds, are_deltas)
+            for actor in handle.actors
+        ]
+
+    def _ordered(self, handle: WorkerHandle, method: Any) -> Any:
+        is_split = len(handle.actors) > 1
+        return method.options(concurrency_group=ORDERED) if is_split else method
 
     def get(self, reference: Any) -> np.ndarray:
         return self._ray.get(reference)
@@ -109,8 +184,8 @@ class Cluster:
     def put(self, array: np.ndarray) -> Any:
         return self._ray.put(array)
 
-    async def result(self, reference: Any) -> Any:
-        """Wait for a call's result; an exception that the call raised is raised here.
+    async def results(self, references: Sequence[Any]) -> list[Any]:
+        """Wait for a call's results; an exception that a process raised is raised here.
 
         Raises:
             WorkerLostError: the worker ended before or during the call.
@@ -118,7 +193,7 @@ class Cluster:
         """
         errors = self._ray.exceptions
         try:
-            return await reference
+            return await asyncio.gather(*references)
         except errors.RayTaskError as error:
             if isinstance(error.cause, errors.RaySystemError):
                 reason = str(error.cause).splitlines()[0]
@@ -130,9 +205,13 @@ class Cluster:
     def resources(self) -> dict[str, float]:
         return dict(self._ray.cluster_resources())
 
-    def kill(self, actor: Any) -> None:
-        if self._ray.is_initialized():
+    def kill(self, handle: WorkerHandle) -> None:
+        if not self._ray.is_initialized():
+            return
+        for actor in handle.actors:
             self._ray.kill(actor)
+        if handle.placement is not None:
+            self._ray.util.remove_placement_group(handle.placement)
 
     def close(self) -> None:
         """Wait for the killed processes here; leave a cluster that was made here."""

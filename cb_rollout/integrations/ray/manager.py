@@ -23,7 +23,7 @@ from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
 from cb_rollout.engine.service.output_queue import OutputSink
 from cb_rollout.errors import EngineDeadError, RolloutError, WeightSyncError, error_text
-from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster
+from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster, WorkerHandle
 from cb_rollout.integrations.ray.dispatcher import Candidate, Dispatcher
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
 from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
@@ -47,7 +47,7 @@ CLOSE_SECONDS = 30.0
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Worker(Candidate):
-    handle: Any
+    handle: WorkerHandle
     version: int = 0
     """Policy version of its weights."""
     task: Future[None] | None = None
@@ -272,11 +272,12 @@ class PoolManager:
                     )
                     self._fail(error)
 
-    async def _serve(self, worker: _Worker, reference: Any) -> None:
+    async def _serve(self, worker: _Worker, references: Sequence[Any]) -> None:
         """Bring a worker to work, and take its reports until it ends."""
-        started = await self._answer(worker, reference, "start", self._start_timeout)
-        description, node = started
-        self._cluster.record_process(description.process_id, node)
+        started = await self._answer(worker, references, "start", self._start_timeout)
+        for described, node in started:
+            self._cluster.record_process(described.process_id, node)
+        description = started[0][0]
         while worker.description is None:
             if worker.version < self._weights.version:
                 await self._send(worker, self._weights, InFlight.RECOMPUTE)
@@ -286,9 +287,9 @@ class PoolManager:
         while True:
             is_busy = bool(self._dispatcher.load(worker.number))
             seconds = BUSY_REPORT_SECONDS if is_busy else IDLE_REPORT_SECONDS
-            reference = self._cluster.call(worker.handle, "report", seconds)
-            report = await self._answer(worker, reference, "report", seconds + self._timeout)
-            self._take_report(worker, report)
+            references = self._cluster.call(worker.handle, "report", seconds)
+            answer = await self._answer(worker, references, "report", seconds + self._timeout)
+            self._take_report(worker, answer[0])
 
     def _begin(self, worker: _Worker, description: WorkerDescription) -> None:
         worker.capacity, worker.description = description.capacity, description
@@ -302,16 +303,16 @@ class PoolManager:
     async def _answer(
         self,
         worker: _Worker,
-        reference: Any,
+        references: Sequence[Any],
         method: str,
         seconds: float,
         expected: type[Exception] | tuple[()] = (),
-    ) -> Any:
-        """Wait for a call's result; a worker that gives none, or no expected error, ends."""
+    ) -> list[Any]:
+        """Wait for a call's results; a worker that gives none, or no expected error, ends."""
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
-                return await self._cluster.result(reference)
+                return await self._cluster.results(references)
         except expected:
             raise
         except Exception as error:
@@ -327,12 +328,13 @@ class PoolManager:
     ) -> BaseException | None:
         """Have a worker take weights; return why it did not, and was ended."""
         are_deltas = weights.is_delta_for(worker.version)
-        reference = self._cluster.update(
-            worker.handle, weights, in_flight, self._timeout, are_deltas
-        )
+        with self._lock:
+            references = self._cluster.update(
+                worker.handle, weights, in_flight, self._timeout, are_deltas
+            )
         try:
             # To fetch, and to write.
-            await self._answer(worker, reference, "update", 2 * self._timeout)
+            await self._answer(worker, references, "update", 2 * self._timeout)
         except asyncio.CancelledError as error:
             if error.__cause__ is None or worker.description is None:
                 raise
@@ -340,10 +342,12 @@ class PoolManager:
         worker.version, worker.progressed_at = weights.version, time.monotonic()
         return None
 
-    async def _submit(self, worker: _Worker, reference: Any, item_ids: Sequence[str]) -> None:
+    async def _submit(
+        self, worker: _Worker, references: Sequence[Any], item_ids: Sequence[str]
+    ) -> None:
         """End the sequences that a worker could not read."""
         try:
-            await self._answer(worker, reference, "submit", self._timeout, RolloutError)
+            await self._answer(worker, references, "submit", self._timeout, RolloutError)
         except EngineDeadError:
             # Its report says so too.
             return
@@ -378,9 +382,9 @@ class PoolManager:
                 self._fail(_dead(self._last_failure, count))
                 return
             number, self._num_started = self._num_started, self._num_started + 1
-            handle, reference = self._cluster.start_worker(*self._arguments)
+            handle, references = self._cluster.start_worker(*self._arguments)
             worker = self._workers[number] = _Worker(number, 0, handle=handle)
-            worker.task = self._spawn(self._serve(worker, reference))
+            worker.task = self._spawn(self._serve(worker, references))
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
         """End a worker that raised, and count the start if it never worked."""
@@ -418,12 +422,12 @@ class PoolManager:
                 worker.progressed_at = time.monotonic()
             item_ids = [item.item_id for item in items]
             try:
-                reference = self._cluster.call(worker.handle, "submit", items)
+                references = self._cluster.submit(worker.handle, items)
             except Exception as error:  # noqa: BLE001  pickling runs the caller's code
                 unreadable = RolloutError(f"{error_text(error)}; {PICKLABLE}.")
                 self._fail_items(worker, item_ids, unreadable)
             else:
-                self._spawn(self._submit(worker, reference, item_ids))
+                self._spawn(self._submit(worker, references, item_ids))
 
     def _fail_items(self, worker: _Worker, item_ids: Sequence[str], error: RolloutError) -> None:
         with self._lock:

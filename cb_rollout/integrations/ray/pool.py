@@ -32,6 +32,7 @@ from cb_rollout.integrations.ray.weight_update import (
     WorkerTensor,
     bytes_of,
     new_values,
+    require_base,
 )
 from cb_rollout.integrations.ray.worker import WorkerDescription
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus, status_metrics
@@ -91,6 +92,7 @@ class RolloutPool:
         resources_per_worker: Mapping[str, float] | None = None,
         accelerator: Any = None,
         weight_deltas: bool = False,
+        peft_config: Any = None,
         timeout_seconds: float = 120.0,
         start_timeout_seconds: float = 600.0,
     ) -> None:
@@ -103,14 +105,17 @@ class RolloutPool:
             model_name_or_path: a checkpoint that every machine can read: a name on the Hub, or a
                 path of a shared file system.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`, of each worker.
+                A `tensor_parallel_size` above 1 splits each worker over so many actors.
             num_workers: workers that should run.
             tokenizer: allows prompts that are strings or chats, and stop strings.
-            resources_per_worker: as `{"CPU": 4, "GPU": 1}`, other names being the cluster's own;
-                None: one GPU where the cluster has GPUs, else one CPU.
+            resources_per_worker: of each actor, as `{"CPU": 4, "GPU": 1}`, other names being the
+                cluster's own; None: one GPU where the cluster has GPUs, else one CPU.
             accelerator: a trainer's; its main process asks for the workers, and all processes share
                 them. None: the workers are this process's own.
             weight_deltas: send a worker the bits of its weights that changed, compressed; on a slow
                 network. Where they are no fewer bytes, and to a late worker, whole weights.
+            peft_config: the trainer's own, of PEFT: workers run adapters unmerged, and a sync sends
+                these alone. None: a sync merges them, and sends whole weights.
             timeout_seconds: longest wait for a worker's answer, for its fetch of new weights and
                 its write of them, or for a forward while it has work; then it is replaced.
             start_timeout_seconds: longest start of a worker, and longest time in which work waits
@@ -134,13 +139,15 @@ class RolloutPool:
             if not seconds > 0:
                 raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
         self.tokenizer = tokenizer
+        if peft_config is not None and self.config.tensor_parallel_size > 1:
+            raise refused("pool, adapters split", size=self.config.tensor_parallel_size)
         self._codec = DeltaCodec() if weight_deltas else None
         self._group: EngineGroup | None = None
         if accelerator is not None and accelerator.num_processes > 1:
             assert distributed.group.WORLD is not None, "accelerate made a process group"
             self._group = EngineGroup(distributed.group.WORLD)
         self._finalizer: Callable[[], Any] = _nothing
-        arguments = (model_name_or_path, self.config, tokenizer)
+        arguments = (model_name_or_path, self.config, tokenizer, peft_config)
         start = partial(self._start, resources_per_worker, arguments, num_workers, *limits.values())
         try:
             worker = self._on_main(start)
@@ -148,6 +155,7 @@ class RolloutPool:
             self.close()
             raise
         self._worker_tensors, self.defaults = worker.tensors, worker.defaults
+        self._base, self._merges_adapters = worker.base, peft_config is None
         if not self._is_main:
             self.manager: Any = PoolMember(worker, self.config.seed, tokenizer)
 
@@ -159,7 +167,7 @@ class RolloutPool:
         timeout_seconds: float,
         start_timeout_seconds: float,
     ) -> WorkerDescription:
-        self._cluster = Cluster(resources)
+        self._cluster = Cluster(resources, self.config.tensor_parallel_size)
         manager = self.manager = PoolManager(
             self._cluster, arguments, num_workers, timeout_seconds, start_timeout_seconds
         )
@@ -287,9 +295,10 @@ class RolloutPool:
         is replaced. A call of another thread waits. Each trainer needs a pool of its own.
 
         Args:
-            weights: the training module, wrapped or not, with its adapters added out of place; or a
-                state dict of the plain model. On its way each tensor is cast to the workers' dtype.
-                Of a module that FSDP or ZeRO-3 shards, every process gathers a bucket at a time.
+            weights: the training module, wrapped or not, with its adapters added out of place, or
+                with a `peft_config` these alone; or a state dict of the workers' model. On its way
+                each tensor is cast to the workers' dtype. Of a module that FSDP or ZeRO-3 shards,
+                every process gathers a bucket at a time.
             in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
 
         Returns:
@@ -306,7 +315,11 @@ class RolloutPool:
             raise ConfigurationError(
                 f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
             )
-        values = new_values(weights, self._worker_tensors)
+        if self._base is not None and isinstance(weights, torch.nn.Module):
+            require_base(weights, self._base)
+            # Frozen from now on.
+            self._base = None
+        values = new_values(weights, self._worker_tensors, merges_adapters=self._merges_adapters)
 
         def send() -> WeightUpdate:
             with self.manager.updating() as last:
@@ -331,7 +344,7 @@ class RolloutPool:
         put, before = self._cluster.put, dict(zip(last.tensors, last.references, strict=True))
         tensors, references, deltas, delta_bytes = [], [], [], 0
         for tensor, value in values:
-            array = bytes_of(tensor, value)
+            array = bytes_of(value, tensor.dtype)
             tensors.append(tensor)
             references.append(put(array))
             if self._codec is not None and tensor in before:

@@ -7,6 +7,7 @@ optional package. Sends nothing. Reading is called on the trainer's thread, the 
 import importlib
 import math
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,17 @@ import torch
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.fsdp import local_part
+from cb_rollout.compat.tensor_parallel import split_of
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.errors import WeightSyncError, abbreviated
+from cb_rollout.weights.adapters import scalings_of
 from cb_rollout.weights.replica import mismatches, tensors_by_name
 from cb_rollout.weights.source import create_source, register_head
-from cb_rollout.weights.tensor import values_of, weights_of
+from cb_rollout.weights.tensor import Weight, values_of, weights_of
+
+# Integers as wide as an element, whose bits a delta changes.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,39 +69,101 @@ class WeightUpdate:
         return bool(self.deltas) and version == self.version - 1
 
 
-def worker_tensors(model: torch.nn.Module) -> tuple[WorkerTensor, ...]:
-    """List the tensors of a whole, plain model, in its order."""
-    return tuple(
-        WorkerTensor(weight.names, tuple(weight.base.shape), weight.base.dtype, weight.is_buffer)
-        for weight in weights_of(model, lambda tensor: tensor)
-    )
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """The weights that adapters are added to, which a trainer shares with its workers."""
+
+    checksums: Mapping[WorkerTensor, int]
+    """Of each frozen parameter's bytes, by crc32."""
+    scalings: Mapping[str, float]
+    """Factor of each adapter."""
+
+
+def worker_tensors(
+    model: torch.nn.Module, *, merges_adapters: bool = True
+) -> tuple[WorkerTensor, ...]:
+    """List the tensors that a whole, plain model takes, or else the parameters that train."""
+    weights = weights_of(model, lambda tensor: tensor, merges_adapters=merges_adapters)
+    return tuple(map(_description, weights if merges_adapters else _trained(weights)))
+
+
+def adapter_base(model: torch.nn.Module) -> AdapterBase:
+    """Describe the frozen parameters and the scalings of a worker's model."""
+    weights = weights_of(model, lambda tensor: tensor, merges_adapters=False)
+    trained = _trained(weights)
+    frozen = [weight for weight in weights if weight not in trained and not weight.is_buffer]
+    sums = {_description(weight): _checksum(weight.base, weight.base.dtype) for weight in frozen}
+    return AdapterBase(sums, scalings_of(model))
+
+
+def require_base(model: torch.nn.Module, base: AdapterBase) -> None:
+    """Compare a training module with the workers' base; collective where it is sharded.
+
+    Raises:
+        WeightSyncError: frozen weights or scalings differ; they are named.
+    """
+    plain, source = hf_compat.unwrap(model), create_source(model)
+    dtypes = {tensor.names: tensor.dtype for tensor in base.checksums}
+    weights = weights_of(plain, source.stored, merges_adapters=False)
+    shared = [weight for weight in weights if weight.names in dtypes]
+    with torch.no_grad(), devices.plain_modes():
+        values = values_of(shared, source, lambda weight: (dtypes[weight.names], None))
+        sums = {w.names: _checksum(value, dtypes[w.names]) for w, value in values}
+    own = scalings_of(plain)
+    faults = [t.names[0] for t, checksum in base.checksums.items() if sums.get(t.names) != checksum]
+    faults += [name for name, factor in base.scalings.items() if own.get(name) != factor]
+    if faults:
+        raise WeightSyncError(
+            f"{len(faults)} frozen weights or adapter scalings are not the workers': "
+            f"{abbreviated(faults)}; nothing was sent. Make the pool of the trainer's own "
+            "checkpoint and peft_config; without peft_config whole weights are sent."
+        )
+
+
+def _trained(weights: Sequence[Weight]) -> list[Weight]:
+    return [weight for weight in weights if weight.base.requires_grad]
+
+
+def _description(weight: Weight) -> WorkerTensor:
+    base = weight.base
+    return WorkerTensor(weight.names, tuple(base.shape), base.dtype, weight.is_buffer)
+
+
+def _checksum(value: torch.Tensor, dtype: torch.dtype) -> int:
+    return zlib.crc32(bytes_of(value, dtype).data)
 
 
 def new_values(
-    source: torch.nn.Module | Mapping[str, torch.Tensor], expected: Sequence[WorkerTensor]
+    source: torch.nn.Module | Mapping[str, torch.Tensor],
+    expected: Sequence[WorkerTensor],
+    *,
+    merges_adapters: bool = True,
 ) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
     """Yield the expected tensors with their new values, each valid until the next one.
 
     Every process that a module is sharded over reads all of them: a bucket is gathered at a time.
 
     Args:
-        source: a training module, wrapped or not, whose adapters are added out of place; or a
-            state dict of the plain model, of which buffers and tied names may be missing.
+        source: a training module, wrapped or not; or a state dict of the plain model, of which
+            buffers and tied names may be missing.
         expected: the tensors of the workers.
+        merges_adapters: add a module's adapters to its weights, out of place; False: read the
+            parameters that train as they are.
 
     Raises:
         ConfigurationError: an adapter cannot be merged.
         WeightSyncError: the tensors do not match; all differences are named.
     """
-    is_module = isinstance(source, torch.nn.Module)
-    read: Any = _values_of_module if is_module else _values_of_state_dict
     with torch.no_grad(), devices.plain_modes():
-        yield from read(source, expected)
+        if isinstance(source, torch.nn.Module):
+            yield from _values_of_module(source, expected, merges_adapters)
+        else:
+            yield from _values_of_state_dict(source, expected)
 
 
-def bytes_of(tensor: WorkerTensor, value: torch.Tensor) -> np.ndarray:
+def bytes_of(value: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
     """Return a copy of a value in the workers' dtype, as a flat array of bytes."""
-    stored = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(value)
+    stored = torch.empty(value.shape, dtype=dtype).copy_(value)
     return stored.reshape(-1).view(torch.uint8).numpy()
 
 
@@ -124,11 +193,12 @@ class DeltaCodec:
 
 
 def _values_of_module(
-    model: torch.nn.Module, expected: Sequence[WorkerTensor]
+    model: torch.nn.Module, expected: Sequence[WorkerTensor], merges_adapters: bool
 ) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
     plain, source = hf_compat.unwrap(model), create_source(model)
     register_head(plain)
-    weights = weights_of(plain, source.stored)
+    weights = weights_of(plain, source.stored, merges_adapters=merges_adapters)
+    weights = weights if merges_adapters else _trained(weights)
     by_name = {name: weight for weight in weights for name in weight.names}
     _require_match(expected, {name: tuple(source.shape(w.base)) for name, w in by_name.items()})
     for tensor in expected:
@@ -209,10 +279,13 @@ def write_weights(
     with torch.no_grad(), devices.plain_modes(), warnings.catch_warnings():
         # An object store's memory is read-only, and it is only read here.
         warnings.filterwarnings("ignore", message="The given .* is not writable")
-        for sent, array, own in zip(update.tensors, arrays, tensors, strict=True):
-            if codec is None:
-                value = torch.from_numpy(array)
-            else:
-                changed = codec.changed(sent, array).to(own.device)
-                value = own.reshape(-1).view(torch.uint8) ^ changed
-            own.copy_(value.view(sent.dtype).reshape(sent.shape))
+        for sent, array, tensor in zip(update.tensors, arrays, tensors, strict=True):
+            split, own = split_of(tensor), local_part(tensor)
+            whole = torch.from_numpy(array) if codec is None else codec.changed(sent, array)
+            # Bits of one element stay together where a tensor is cut.
+            bits = BITS[sent.dtype.itemsize]
+            value = whole.view(bits).reshape(sent.shape)
+            value = value if split is None else split.part(value)
+            if codec is not None:
+                value = own.view(bits) ^ value.to(own.device)
+            own.copy_(value.view(sent.dtype))

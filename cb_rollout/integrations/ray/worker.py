@@ -1,7 +1,8 @@
 """Sample sequences in a worker's process, and report those that ended.
 
-Owns one engine and its copy of the weights. Chooses no sequence and imports no Ray. Each method is
-called from any thread of the worker's process; `report` by one at a time.
+Owns one engine and its copy of the weights, or a shard of both. Chooses no sequence and imports no
+Ray. Each method is called from any thread of the worker's process; `report` by one at a time. The
+shards of a worker get equal submissions and updates in the same order; the first one reports.
 """
 
 import math
@@ -14,18 +15,24 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch import distributed
 
 from cb_rollout.compat.torch import release_workers
+from cb_rollout.compat.transformers import unwrap
 from cb_rollout.config.enums import InFlight, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.service.input_processor import ServingLimits
-from cb_rollout.engine.service.output_queue import OutputQueue
+from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
+from cb_rollout.errors import EngineDeadError
 from cb_rollout.integrations.ray.weight_update import (
+    AdapterBase,
     WeightUpdate,
     WorkerTensor,
+    adapter_base,
     counterparts,
     worker_tensors,
     write_weights,
@@ -34,6 +41,7 @@ from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.rollout.checkpoint import load_model
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.types import GenerationOutput
+from cb_rollout.weights.adapters import with_adapters
 
 # Sequences that end within this time of each other are reported together: a report takes
 # milliseconds from the thread that computes, and from every core on a CPU.
@@ -72,7 +80,7 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """Limits of a worker's engine, and the tensors of its model."""
+    """Limits of a worker's engine, and the tensors that updates bring."""
 
     limits: ServingLimits
     """Those of now: what they return does not change."""
@@ -81,27 +89,81 @@ class WorkerDescription:
     capacity: int
     """Sequences that it should hold, running and waiting."""
     tensors: tuple[WorkerTensor, ...]
+    base: AdapterBase | None
+    """Rest of the model, where updates bring adapters alone; None: they bring all."""
     routers: Routers | None
     """Those whose choices are recorded; None: `router_replay` is off."""
     process_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerShard:
+    """One of the processes over which the layers of a worker's model are split."""
+
+    rank: int
+    size: int
+    store: distributed.Store
+    """Store by which these processes find each other."""
+
+    def join(self) -> None:
+        """Form the process group; collective."""
+        # transformers puts a shard on the GPU of this number; Ray shows a process its own only.
+        os.environ["LOCAL_RANK"] = "0"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(
+            backend, store=self.store, rank=self.rank, world_size=self.size
+        )
+
+
+class _NoOutputs(OutputSink):
+    """Drop a shard's outputs, which the first one reports."""
+
+    def put(self, output: GenerationOutput) -> None: ...
+
+    def close(self, error: EngineDeadError) -> None: ...
+
+
 class PoolWorker:
     """An engine that samples items and takes weights."""
 
-    def __init__(self, model_name_or_path: str, config: RolloutConfig, tokenizer: Any) -> None:
-        """Load the checkpoint onto this process's device, and start the engine.
+    def __init__(
+        self,
+        model_name_or_path: str,
+        config: RolloutConfig,
+        tokenizer: Any,
+        peft_config: Any = None,
+        *,
+        shard: WorkerShard | None = None,
+    ) -> None:
+        """Load the checkpoint, or a shard of it, onto this process's device; start the engine.
+
+        With a `peft_config` the model gets adapters, which run unmerged and which updates bring.
 
         Raises:
             ConfigurationError: the model or a setting is refused.
         """
-        model: Any = load_model(model_name_or_path, config.rollout_dtype).requires_grad_(False)
+        if shard is not None:
+            shard.join()
+        size = 1 if shard is None else shard.size
+        model: Any = load_model(
+            model_name_or_path, config.rollout_dtype, tensor_parallel_size=size
+        ).requires_grad_(False)
+        self._base: AdapterBase | None = None
+        if peft_config is not None:
+            model = with_adapters(model, peft_config).eval()
+            self._base = adapter_base(unwrap(model))
+        self._tensors = worker_tensors(unwrap(model), merges_adapters=peft_config is None)
+        model.requires_grad_(False)
         # The pool bounds the load.
-        own = replace(config, weight_sync=WeightSync.SHARED, max_queue_size=0)
+        own = replace(
+            config, weight_sync=WeightSync.SHARED, max_queue_size=0, tensor_parallel_size=1
+        )
         self._max_items = config.max_queue_size
         self._generator = RolloutGenerator(model, own, tokenizer=tokenizer)
         self._manager = self._generator.manager
         self._outputs = OutputQueue()
+        is_first = shard is None or shard.rank == 0
+        self._sink: OutputSink = self._outputs if is_first else _NoOutputs()
         self._lock = threading.Lock()
         self._running: set[str] = set()
         # Cancelled before they arrived: calls of one worker run on several threads.
@@ -122,7 +184,8 @@ class PoolWorker:
             ),
             defaults=self._manager.defaults,
             capacity=min(capacity, self._max_items or capacity),
-            tensors=worker_tensors(self._manager.model),
+            tensors=self._tensors,
+            base=self._base,
             routers=self._manager.routers,
             process_id=os.getpid(),
         )
@@ -144,13 +207,13 @@ class PoolWorker:
             )
             request.seed, request.group, request.images = item.seed, item.group, item.images
             if request.status.is_final:
-                self._outputs.put(request.output())
+                self._sink.put(request.output())
                 continue
             requests.append(request)
         self._manager.check_images(requests)
         with self._lock:
             self._running |= {request.request_id for request in requests}
-            self._manager.submit(requests, self._outputs)
+            self._manager.submit(requests, self._sink)
             self._manager.cancel_requests(list(self._cancelled & self._running))
             self._cancelled -= self._running
 

@@ -222,6 +222,36 @@ def test_the_processes_of_a_trainer_share_a_pool(
 
 
 @pytest.mark.slow
+def test_sharded_processes_train_on_split_workers_as_on_an_engine_of_their_own(
+    tmp_path, cluster, monkeypatch
+):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    checkpoint = str(tmp_path)
+    # Four processes can share the keys of so many heads.
+    tiny_model(vocab_size=len(char_tokenizer()), num_key_value_heads=4).save_pretrained(checkpoint)
+    pooled, engines = (
+        run_processes("distributed/trl_pool.py", checkpoint, way, num_processes=4)
+        for way in ("fsdp2_split", "fsdp2_engine")
+    )
+    for by_pool, by_engine in zip(pooled, engines, strict=True):
+        assert by_pool["tokens"] == by_engine["tokens"]
+        assert by_pool["lengths"] == by_engine["lengths"]
+        assert by_pool["losses"] == pytest.approx(by_engine["losses"], abs=1e-6)
+        assert by_pool["most_bytes"] <= 3 * by_pool["bucket_bytes"]
+    assert any(pooled[0]["losses"])
+    assert max(pooled[0]["drifts"]) <= 1e-5
+
+
+@pytest.mark.slow
+def test_sharded_processes_send_their_adapters_alone(checkpoint, cluster, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    ranks = run_processes("distributed/trl_pool.py", checkpoint, "fsdp2_adapters")
+    assert max(ranks[0]["drifts"]) <= 1e-5
+    for rank in ranks:
+        assert rank["sent_bytes"] < rank["bucket_bytes"] < rank["all_bytes"]
+
+
+@pytest.mark.slow
 def test_prompts_with_images_are_sampled_on_a_pool(tmp_path, cluster):
     model, processor = made = tiny_vision_model("llava")
     model.save_pretrained(tmp_path / "checkpoint")

@@ -71,7 +71,7 @@ LIMITS = ServingLimits(
     max_cached_tokens=partial(int, 99),
     model_eos=(),
 )
-DESCRIPTION = WorkerDescription(LIMITS, SamplingParams(), 4, (), None, 0)
+DESCRIPTION = WorkerDescription(LIMITS, SamplingParams(), 4, (), None, None, 0)
 
 
 class FakeCluster:
@@ -84,25 +84,29 @@ class FakeCluster:
         worker = FakeWorker(len(self.workers), self.script)
         self.workers.append(worker)
         result = self.script(worker, "start")
-        return worker, Reference((DESCRIPTION, "here") if result is None else result)
+        return worker, [Reference((DESCRIPTION, "here") if result is None else result)]
 
     def record_process(self, process_id, node):
         pass
 
     def call(self, handle, method, *arguments):
-        return Reference(handle.answer(method, arguments))
+        return [Reference(handle.answer(method, arguments))]
+
+    def submit(self, handle, items):
+        return self.call(handle, "submit", items)
 
     def update(self, handle, update, in_flight, seconds, are_deltas):
-        return Reference(handle.answer("update", (update,)))
+        return self.call(handle, "update", update)
 
-    async def result(self, reference):
+    async def results(self, references):
+        (reference,) = references
         # Others run in the meantime.
         await asyncio.sleep(0)
         if reference.result is HANGS:
             await asyncio.Event().wait()
         if isinstance(reference.result, Exception):
             raise reference.result
-        return reference.result
+        return [reference.result]
 
     def resources(self):
         return {"CPU": 1.0}

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import char_tokenizer, plain_logprobs, tiny_model
 
 from cb_rollout import (
@@ -69,9 +71,9 @@ def wait_until(is_true, seconds=WAIT):
 
 
 def handles(pool):
-    """The actors of the workers that have started, by number."""
+    """The first actors of the workers that have started, by number."""
     return {
-        number: worker.handle
+        number: worker.handle.actors[0]
         for number, worker in dict(pool.manager._workers).items()
         if worker.description is not None
     }
@@ -233,9 +235,9 @@ def test_a_worker_killed_in_the_middle_of_an_update_is_replaced_by_one_that_has_
     state = weights_of(version).state_dict()
     send = pool._cluster.update
 
-    def send_and_kill(actor, *arguments):
-        sent = send(actor, *arguments)
-        if actor is victim:
+    def send_and_kill(handle, *arguments):
+        sent = send(handle, *arguments)
+        if handle.actors[0] is victim:
             ray.kill(victim)
         return sent
 
@@ -393,3 +395,100 @@ def require_exact(outputs):
         seen.update(versions)
         assert largest_error(output, models.__getitem__) < 1e-5
     assert len(seen) > NUM_VERSIONS // 2
+
+
+@pytest.fixture(scope="module")
+def split_pool(checkpoint):
+    config = replace(CONFIG, tensor_parallel_size=2)
+    with RolloutPool(
+        checkpoint, config, num_workers=2, tokenizer=char_tokenizer(), weight_deltas=True
+    ) as made:
+        wait_until(lambda: made.num_alive == 2)
+        yield made
+
+
+def test_split_workers_sample_what_a_generator_samples_and_take_deltas(split_pool):
+    prompts = [[5, 6, 7 + i % 9] for i in range(12)]
+    params = SamplingParams(max_new_tokens=24, temperature=1.0)
+    model = weights_of(0)
+    reports = []
+    for version in range(3):
+        with RolloutGenerator(model, CONFIG) as generator:
+            expected = generator.generate_batch(prompts, sampling_params=params)
+        outputs = split_pool.generate_batch(prompts, sampling_params=params)
+        for output, alone in zip(outputs.values(), expected.values(), strict=True):
+            assert output.policy_versions == [(version, len(output.generated_tokens))]
+            if version == 0:
+                # Later batches of a pool have seeds of their own.
+                assert output.generated_tokens == alone.generated_tokens
+            assert largest_error(output, lambda _: model) < 1e-5
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(-1)[::7].mul_(0.9)
+        reports.append(split_pool.sync_weights(model))
+    whole, *deltas = [report.bytes_copied for report in reports]
+    assert max(deltas) < whole / 3
+
+
+def test_a_split_worker_ends_and_is_replaced_as_a_whole(split_pool):
+    """The process that is killed leads, or follows."""
+    for rank in (0, 1):
+        victim = next(iter(split_pool.manager._workers.values()))
+        with ThreadPoolExecutor() as threads:
+            prompts = [[5, 6, 7 + i % 9] for i in range(24)]
+            sampled = threads.submit(split_pool.generate_batch, prompts, max_new_tokens=60)
+            wait_until(lambda: split_pool.manager.status().requests_running > 0)
+            ray.kill(victim.handle.actors[rank])
+            outputs = sampled.result()
+        assert all(output.is_finished() for output in outputs.values())
+        assert victim.number not in split_pool.manager._workers
+        wait_until(lambda: split_pool.num_alive == 2)
+
+
+def test_adapters_travel_alone_and_run_unmerged(checkpoint):
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(tiny_model(), lora).eval()
+    with RolloutPool(checkpoint, CONFIG, num_workers=1, peft_config=lora) as pool:
+        for version in (1, 2):
+            report = pool.sync_weights(model)
+            trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+            assert report.bytes_copied == trained
+            outputs = pool.generate_batch([[5, 6, i] for i in range(8)], max_new_tokens=12)
+            for output in outputs.values():
+                assert output.policy_versions == [(version, len(output.generated_tokens))]
+                assert largest_error(output, lambda _: model) < 1e-5
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.9 if parameter.requires_grad else 1.0)
+        # A worker that starts late gets them too.
+        (process,) = process_ids(pool)
+        os.kill(process, signal.SIGKILL)
+        wait_until(lambda: process_ids(pool) not in ([], [process]))
+        (output,) = pool.generate_batch([[5, 6]], max_new_tokens=12).values()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.div_(0.9 if parameter.requires_grad else 1.0)
+        assert largest_error(output, lambda _: model) < 1e-5
+
+
+def test_another_base_or_scaling_than_the_workers_is_refused(checkpoint):
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    with RolloutPool(checkpoint, CONFIG, num_workers=1, peft_config=lora) as pool:
+        stronger = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj"])
+        with pytest.raises(WeightSyncError, match="2 frozen weights or adapter scalings"):
+            pool.sync_weights(get_peft_model(tiny_model(), stronger))
+        other = tiny_model()
+        torch.nn.init.constant_(other.model.norm.weight, 1.5)
+        with pytest.raises(WeightSyncError, match=r"model\.norm\.weight"):
+            pool.sync_weights(get_peft_model(other, lora))
+        with pytest.raises(WeightSyncError, match=r"v_proj\.weight"):
+            pool.sync_weights(get_peft_model(tiny_model(), replace_targets(lora)))
+        assert pool.sync_weights(get_peft_model(tiny_model(), lora)).policy_version == 1
+    with pytest.raises(ConfigurationError, match="leave peft_config out"):
+        RolloutPool(
+            checkpoint, replace(CONFIG, tensor_parallel_size=2), num_workers=1, peft_config=lora
+        )
+
+
+def replace_targets(lora):
+    return LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=["q_proj", "v_proj"])

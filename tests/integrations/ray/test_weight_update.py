@@ -19,7 +19,9 @@ from cb_rollout.weights.replica import tensors_by_name
 
 
 def update_of(source, target, version=1):
-    sent = [(t, bytes_of(t, value)) for t, value in new_values(source, worker_tensors(target))]
+    sent = [
+        (t, bytes_of(value, t.dtype)) for t, value in new_values(source, worker_tensors(target))
+    ]
     tensors, arrays = zip(*sent, strict=True)
     return WeightUpdate(version, tensors), arrays
 

@@ -45,7 +45,9 @@ def outputs_of(worker, *items):
 
 def update_of(worker, model, version):
     expected = worker.description().tensors
-    sent = [(tensor, bytes_of(tensor, value)) for tensor, value in new_values(model, expected)]
+    sent = [
+        (tensor, bytes_of(value, tensor.dtype)) for tensor, value in new_values(model, expected)
+    ]
     tensors, arrays = zip(*sent, strict=True)
     return WeightUpdate(version, tensors), arrays
 
@@ -125,7 +127,7 @@ def test_new_weights_are_sampled_from_with_their_version(worker):
 
 def test_weights_of_another_model_change_nothing(worker):
     other = tiny_model(seed=1, vocab_size=300)
-    sent = [(t, bytes_of(t, value)) for t, value in new_values(other, worker_tensors(other))]
+    sent = [(t, bytes_of(value, t.dtype)) for t, value in new_values(other, worker_tensors(other))]
     tensors, arrays = zip(*sent, strict=True)
     with pytest.raises(WeightSyncError, match="of another model"):
         worker.update(WeightUpdate(1, tensors), arrays, InFlight.RECOMPUTE)
