@@ -613,6 +613,9 @@ def clean_rollouts(
         with transformers_manager(s.model, prompts, num_new) as sample:
             rollouts = [sample(seed) for seed in seeds]
         yield from rollouts
+    elif engine == "vllm":
+        with vllm(copy.deepcopy(s.model).merge_and_unload(), prompts, num_new) as sample:
+            yield from (sample(seed=seed) for seed in seeds)
     else:
         params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
         with RolloutGenerator(s.model, RolloutConfig(seed=first_seed)) as generator:

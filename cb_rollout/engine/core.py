@@ -5,7 +5,7 @@ time.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -270,8 +270,13 @@ class Engine:
 
     def add(self, request: Request) -> None:
         if request.images is not None:
-            request.images.may_be_cut = self._runner.cuts_images.get(request.images.kind, False)
+            request.images.may_be_cut = self.cuts_images.get(request.images.kind, False)
         self._scheduler.add(request)
+
+    @property
+    def cuts_images(self) -> Mapping[tuple[bool, bool], bool]:
+        """Return whether a forward may begin between images, by their kind, if it was checked."""
+        return self._runner.cuts_images
 
     @property
     def routers(self) -> Routers | None:

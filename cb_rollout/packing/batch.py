@@ -113,22 +113,25 @@ class PackedRow(NamedTuple):
     """Tokens that it shares with other rows at most; None: all."""
 
     @property
-    def path(self) -> tuple[tuple[int, bytes, bool], list[Any]]:
+    def path(self) -> tuple[tuple[int, bool], list[Any]]:
         """Return what rows share all of or nothing, and a key of each token that is computed.
 
         Rows with an equal first value compute the same from tokens that begin with equal keys.
         """
         keys: list[Any] = [*self.prompt_ids, *self.completion_ids[:-1]]
+        if self.images is not None:
+            own = self.images.images
+            keys = keys if own is None else own.cache_keys(keys, 0, len(keys))
+            keys = [key if isinstance(key, tuple) else (key,) for key in keys]
         if self.routes is not None:
             routes = (_digest(of_token.tobytes()) for of_token in self.routes[: len(keys)])
             keys = list(zip_longest(keys, routes, fillvalue=b""))
-        digest = self.images.images.digest if self.images and self.images.images else b""
-        return (self.rope_side, digest, self.routes is not None), keys
+        return (self.rope_side, self.routes is not None), keys
 
-    @property
-    def num_image_tokens(self) -> int:
-        """Return the tokens up to the end of the last image; 0: there is none."""
-        return self.images.images.num_tokens if self.images and self.images.images else 0
+    def num_shareable(self, num_tokens: int) -> int:
+        """Return the most tokens, up to `num_tokens`, after which a segment cuts no image."""
+        images = self.images and self.images.images
+        return images.num_resumable(num_tokens) if images else num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -214,8 +217,7 @@ def in_tree_order(rows: Sequence[PackedRow], numbers: Iterable[int]) -> list[tup
         commons, keys = zip(*map(paths.__getitem__, pair), strict=True)
         limits = [limit for n in pair if (limit := rows[n].max_shared) is not None]
         num_shared = min([num_common(keys), *limits]) if len(set(commons)) == 1 else 0
-        is_cut = num_shared < max(rows[number].num_image_tokens for number in pair)
-        ordered.append((pair[1], 0 if is_cut else num_shared))
+        ordered.append((pair[1], min(rows[number].num_shareable(num_shared) for number in pair)))
     return ordered
 
 

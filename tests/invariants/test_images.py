@@ -29,6 +29,7 @@ from cb_rollout import (
     generate_batch,
     packed_logprobs,
 )
+from cb_rollout.packing import logprobs as logprobs_module
 from cb_rollout.packing.batch import PackingLayout
 from cb_rollout.packing.logprobs import _LAYOUTS
 from cb_rollout.strategies import GroupCollector, RequestStream
@@ -675,6 +676,49 @@ def test_packed_logprobs_of_images_and_their_gradients_are_those_of_plain_forwar
     for name, gradient in gradients.items():
         size = max(1.0, float(parameters[name].grad.abs().max()))
         assert (gradient - parameters[name].grad).abs().max() <= 10 * TOLERANCE * size, name
+
+
+@each_type(MROPE, "gemma3", failing={"idefics3": TILES})
+def test_packed_logprobs_encode_a_picture_of_an_earlier_turn_once(model_type, monkeypatch):
+    model, processor = made(model_type)
+    model = copy.deepcopy(model)
+    with generator_of(model_type) as generator:
+        # The first prompt with several pictures is checked beside.
+        rollout(generator, [chat(picture(8), picture(9))], greedy(1))
+        (first,) = rollout(generator, [chat(picture(1))], sampled())
+        turn = [*first.prompt_ids, *first.generated_tokens]
+        rows = [
+            {"prompt": turn + first.prompt_ids, "images": [picture(1), picture(other)]}
+            for other in (4, 5)
+        ]
+        outputs = [first, *rollout(generator, rows, sampled())]
+    packed, pack = [], logprobs_module.pack
+
+    def recorded(*arguments, **more):
+        packed.append(pack(*arguments, **more))
+        return packed[-1]
+
+    monkeypatch.setattr(logprobs_module, "pack", recorded)
+    model.zero_grad()
+    found = packed_logprobs(model, outputs)
+    sum(part.sum() for part in found).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    whole = sum(len(o.prompt_ids) + len(o.generated_tokens) - 1 for o in outputs)
+    if model_type not in COMPUTED_TOGETHER:
+        shared = len(turn) - 1 + len(turn)
+        assert sum(batch.num_tokens for batch in packed[-1]) <= whole - shared + 4
+    tensors = [processed(processor, chat(picture(1))), *(of_ids(processor, row) for row in rows)]
+    for output, inputs, logprobs in zip(outputs, tensors, found, strict=True):
+        logits = plain_logits.__wrapped__(model, inputs, output.generated_tokens)
+        tokens = torch.tensor(output.generated_tokens)[:, None]
+        expected = logits.log_softmax(-1).gather(-1, tokens)[:, 0]
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=TOLERANCE)
+        expected.sum().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            size = max(1.0, float(parameter.grad.abs().max()))
+            assert (gradients[name] - parameter.grad).abs().max() <= 10 * TOLERANCE * size, name
 
 
 def test_packed_logprobs_refuse_a_prompt_whose_images_they_lack():

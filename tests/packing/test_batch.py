@@ -124,6 +124,40 @@ def test_rows_share_all_of_their_images_or_nothing():
     assert batch.others["position_ids"].tolist() == batch.position_ids.tolist()
 
 
+def with_turns(prompt, completion, *spans, may_be_cut=True):
+    """A row whose images, named by the first letter of each span, may be computed apart."""
+    images = [
+        Image(range(start, stop), digest, {"pixel_values": torch.ones(1)})
+        for digest, start, stop in spans
+    ]
+    own = PromptImages(
+        tuple(images), len(prompt), dims={"pixel_values": 0}, is_divided=True, may_be_cut=may_be_cut
+    )
+    positions = torch.arange(len(prompt) + len(completion))[None]
+    return PackedRow(prompt, completion, images=RowImages(own, positions))
+
+
+def test_rows_share_the_turns_before_an_image_that_they_do_not():
+    names = frozenset({"pixel_values"})
+    first, turn = [1, 5, 5, 2, 20], [1, 5, 5, 2, 20, 5, 5, 3]
+    rows = [
+        with_turns(first, [21, 22], (b"a", 1, 3)),
+        with_turns(turn, [23, 24], (b"a", 1, 3), (b"b", 5, 7)),
+        with_turns(turn, [23, 25], (b"a", 1, 3), (b"c", 5, 7)),
+        # Another image in the first turn.
+        with_turns(first, [21, 22], (b"d", 1, 3)),
+        PackedRow(first, [21, 22], images=RowImages(None, torch.arange(7)[None])),
+    ]
+    (batch,) = pack(rows, range(5), PackingLayout.SHARED_PREFIXES, CPU, None, names)
+    # Five tokens of the first turn once, one of each image apart, and all share the first token.
+    assert num_tree_tokens(rows) == batch.num_tokens == 5 + 1 + 4 + 4 + 5 + 5
+    assert len(batch.others["pixel_values"]) == 4
+    together = [row._replace(images=row.images) for row in rows[:3]]
+    for row in together:
+        row.images.images.may_be_cut = False
+    assert num_tree_tokens(together) == sum(row.num_tokens - 1 for row in together)
+
+
 def test_whole_rows_keep_their_last_tokens_and_the_empty_ones():
     (batch,) = pack(ROWS, EVERY, PackingLayout.WHOLE_ROWS, CPU)
     assert batch.rows == [0, 1, 2, 3, 4]

@@ -7,12 +7,13 @@ B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 """
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.engine.images.processor import has_image_parts, is_chat
-from cb_rollout.engine.images.prompt_images import Image, PromptImages, tensors_digest
+from cb_rollout.engine.images.prompt_images import PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl import upstream
 from cb_rollout.packing.batch import PackedRow, row_images
@@ -86,18 +87,29 @@ def joined_images(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_with_images(
-    model: Any, rows: Sequence[PackedRow], arguments: Mapping[str, Any], logits_to_keep: int
+    model: Any,
+    rows: Sequence[PackedRow],
+    arguments: Mapping[str, Any],
+    logits_to_keep: int,
+    cuts_images: Mapping[tuple[bool, bool], bool],
 ) -> list[PackedRow]:
-    """Return rows without padding with their images, of the padded batch's `image_arguments`."""
+    """Return rows without padding with their images, of the padded batch's `image_arguments`.
+
+    `cuts_images` says of which kinds of images a forward may begin between them.
+    """
     placeholders = multimodal.placeholder_token_ids(model)
     divided = {n: v for n, v in divided_images(arguments).items() if n not in COUNTS}
+    counts = arguments.get("num_images") or [1] * len(rows)
     sequences = [[*row.prompt_ids, *row.completion_ids] for row in rows]
     images = [
         None
         if placeholders.isdisjoint(sequence)
-        else _images_of(row, number, divided, logits_to_keep, placeholders)
+        else _images_of(row, number, counts[number], divided, logits_to_keep, placeholders)
         for number, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
     ]
+    for own in images:
+        if own is not None:
+            own.may_be_cut = cuts_images.get(own.kind, False)
     pairs = zip(rows, row_images(model, sequences, images), strict=True)
     return [row._replace(images=own) for row, own in pairs]
 
@@ -105,22 +117,23 @@ def rows_with_images(
 def _images_of(
     row: PackedRow,
     number: int,
+    num_images: int,
     divided: Mapping[str, Any],
     logits_to_keep: int,
     placeholders: Container[int],
 ) -> PromptImages:
-    of_images: dict[str, torch.Tensor] = {}
-    of_tokens: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, values in divided.items():
         own = values[number] if isinstance(values, list) else values[number : number + 1]
         if name in TOKEN_TYPES:
             end = own.shape[1] - logits_to_keep + len(row.completion_ids)
             own = own[:, end - row.num_tokens : end]
-        (of_tokens if name in TOKEN_TYPES else of_images)[name] = own
+        tensors[name] = own
     ids = [*row.prompt_ids, *row.completion_ids]
-    stop = max(index for index, token in enumerate(ids) if token in placeholders) + 1
-    whole = Image(range(stop), tensors_digest(of_images), of_images)
-    return PromptImages((whole,), row.num_tokens, of_tokens)
+    runs = groupby(range(len(ids)), lambda index: ids[index] in placeholders)
+    of_images = ([*run] for is_image, run in runs if is_image)
+    spans = [range(run[0], run[-1] + 1) for run in of_images]
+    return create_prompt_images(tensors, spans, num_images, frozenset(TOKEN_TYPES), ids)
 
 
 def tokenized(trainer: Any, row: Mapping[str, Any]) -> tuple[list[int], list[Any] | None]:

@@ -9,7 +9,7 @@ B: rows of a batch, T: tokens of a completion, K: scored tokens, R: completion t
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -195,12 +195,15 @@ class PackedLoss:
         routers: Routers | None = None,
         *,
         packing_obstacle: str,
+        cuts_images: Mapping[tuple[bool, bool], bool],
     ) -> None:
         """Pack what the trainer scores.
 
         `packing_obstacle`: the reason why rows would mix end to end; "": they would not. Routers
-        replay the experts of the rollout; None: they choose for themselves.
+        replay the experts of the rollout; None: they choose for themselves. `cuts_images` says of
+        which kinds of images a forward may begin between them.
         """
+        self._cuts_images = cuts_images
         self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
@@ -251,7 +254,8 @@ class PackedLoss:
             if not self._can_pack:
                 return None
             layout = PackingLayout.WHOLE_ROWS
-        rows, reason = _rows_of_batch(hf_compat.unwrap(model), batch, has_images=has_images)
+        cuts = self._cuts_images if has_images else None
+        rows, reason = _rows_of_batch(hf_compat.unwrap(model), batch, cuts)
         run = PackedScores(
             self._trainer, model, rows or [], layout, batch, self._routers, has_images
         )
@@ -397,10 +401,14 @@ class PackedLoss:
 
 
 def _rows_of_batch(
-    model: Any, batch: LossBatch, *, has_images: bool
+    model: Any, batch: LossBatch, cuts_images: Mapping[tuple[bool, bool], bool] | None
 ) -> tuple[list[PackedRow] | None, str | None]:
-    """Return the rows with their images; or None, and a reason if it is an input of the batch."""
-    packed = {"compute_entropy", "compute_aux_loss", *(IMAGE_ARGUMENTS if has_images else ())}
+    """Return the rows with their images; or None, and a reason if it is an input of the batch.
+
+    `cuts_images`: see `rows_with_images`; None: no process's batch has images.
+    """
+    arguments = () if cuts_images is None else IMAGE_ARGUMENTS
+    packed = {"compute_entropy", "compute_aux_loss", *arguments}
     settings = [name for name, value in batch.settings.items() if value is not None]
     if others := [name for name in settings if name not in packed]:
         return None, f"the batch has {', '.join(others)}"
@@ -408,11 +416,11 @@ def _rows_of_batch(
     if rows is None:
         return None, None
     rows = with_rope_sides(model, rows)
-    if not has_images:
+    if cuts_images is None:
         return rows, None
     try:
         images = image_arguments(batch.settings)
-        return rows_with_images(model, rows, images, batch.logits_to_keep), None
+        return rows_with_images(model, rows, images, batch.logits_to_keep, cuts_images), None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - any error is the reason

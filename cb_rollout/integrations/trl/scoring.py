@@ -139,10 +139,13 @@ class TrainerScoring:
         self._packed: PackedLoss | None = None
         if config.loss_forward == LossForward.PACKED:
             if isinstance(generator, RolloutGenerator):
-                obstacle = generator.manager.engine.layout.packing_obstacle
+                engine = generator.manager.engine
+                obstacle, cuts_images = engine.layout.packing_obstacle, engine.cuts_images
             else:
-                obstacle = packing_obstacle(unwrap(trainer.model))
-            self._packed = PackedLoss(trainer, config, routers, packing_obstacle=obstacle)
+                obstacle, cuts_images = packing_obstacle(unwrap(trainer.model)), {}
+            self._packed = PackedLoss(
+                trainer, config, routers, packing_obstacle=obstacle, cuts_images=cuts_images
+            )
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
         self._generate = trainer._generate

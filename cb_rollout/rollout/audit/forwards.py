@@ -78,6 +78,10 @@ class Forwards:
         is_short = torch.is_autocast_enabled(kind)
         return torch.get_autocast_dtype(kind) if is_short else compute_dtype(self.inner)
 
+    def is_short(self) -> bool:
+        """Return whether forwards round to 16 bits."""
+        return self.compute_dtype().itemsize < torch.float32.itemsize
+
     @torch.no_grad()
     def logits(self, number: int, change: Change) -> torch.Tensor:
         """Return the logits of the completion tokens of a row, `[T, V]`, float32."""
