@@ -57,7 +57,10 @@ WORKLOADS = {
     ),
     "sync": BenchCommand("benchmarks.sync", "a weight sync, beside bare tensor copies"),
     "deltas": BenchCommand(
-        "benchmarks.deltas", "bytes of a pool's weight sync, whole and as a delta", *REAL_WEIGHTS
+        "benchmarks.deltas",
+        "bytes of a pool's weight sync: whole, as a delta, adapters alone",
+        (*REAL_WEIGHTS[0], "peft"),
+        REAL_WEIGHTS[1],
     ),
     "strategies": BenchCommand(
         "benchmarks.strategies", "over-sampling and its like, against plain"

@@ -298,8 +298,8 @@ MUTANTS = (
         "N4",
         "old log-probabilities are trusted below 0.1 nats",
         "cb_rollout/integrations/trl/guard.py",
-        "bool(agreement) and clipped",
-        "agreement.largest <= 0.1 and clipped",
+        "bool(found) and clipped",
+        "found.largest <= 0.1 and clipped",
         "tests/training/test_old_logps.py::test_logits_of_16_bits_that_are_large_are_trusted",
     ),
     Mutant(

@@ -1,9 +1,8 @@
 """Audit the rollouts of a stock TRL trainer, whichever engine samples them.
 
-TRL 1.16 scores a rollout in `_generate_and_score_completions`. Its result has the token ids and,
-of vLLM and of a `rollout_func`, the reported log-probabilities; the model still is what should have
-sampled. The method is replaced while the trainer trains. Called by the trainer, on its thread; of
-several processes, the main one audits its own rows.
+The result of TRL 1.16's `_generate_and_score_completions` has the token ids and, of vLLM and of a
+`rollout_func`, the reported log-probabilities. The method is replaced while the trainer trains.
+Called by the trainer, on its thread; of several processes, the main one audits its own rows.
 
 B: rows of a rollout, T: tokens of a completion.
 """
@@ -19,12 +18,7 @@ from transformers import TrainerCallback
 from cb_rollout.compat.patching import replacing
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.rollout.audit.drift_audit import (
-    MAX_SEQUENCES,
-    MAX_TOKENS,
-    audit_drift,
-    holds_whole_model,
-)
+from cb_rollout.rollout.audit import drift_audit
 from cb_rollout.rollout.audit.readouts import CAUSES
 from cb_rollout.types import GenerationOutput
 
@@ -41,10 +35,9 @@ class audit_callback(TrainerCallback):
     """Callback for a stock trainer that audits the rollouts of its engine, vLLM or any other.
 
     An audit takes four sequences and 128 tokens of each, of the first rollout and then of one each
-    `every_steps`. It warns in one sentence where rounding does not explain the numbers, and logs
-    `audit/alarm` (0 or 1) and `audit/evidence` (nats a token for the cause, over rounding). Tokens
-    without log-probabilities, as of `generate`, are tested as draws alone. Rollouts with images are
-    not audited.
+    `every_steps`. It warns where rounding does not explain the numbers, and logs `audit/alarm` (0
+    or 1) and `audit/evidence` (nats a token for the cause, over rounding). Tokens without
+    log-probabilities are tested as draws alone. Rollouts with images are not audited.
 
     Raises:
         ConfigurationError: the trainer does not score rollouts as TRL 1.16, or shards or splits its
@@ -55,18 +48,16 @@ class audit_callback(TrainerCallback):
     trainer: Any = field(kw_only=False)
     """A `GRPOTrainer` or `RLOOTrainer`, with `use_vllm=True` or not."""
     every_steps: int = 50
-    """Optimizer steps from one audit to the next."""
     versions: dict[Any, Any] = field(default_factory=dict)
     """Earlier weights, as of `audit`."""
     keep_versions: bool = False
     """Hold copies, on the CPU, of the trainable weights of the first rollout and of the one before,
     as versions: twice their bytes, and a copy each rollout."""
     report: "AuditReport | None" = None
-    """The last audit's; None: there was none."""
 
     def __post_init__(self) -> None:
         trainer, self._installed, self.versions = self.trainer, ExitStack(), {**self.versions}
-        can_audit = hasattr(trainer, SCORING) and holds_whole_model(trainer)
+        can_audit = hasattr(trainer, SCORING) and drift_audit.holds_whole_model(trainer)
         if not can_audit or self.every_steps < 1:
             raise ConfigurationError(
                 f"audit_callback(every_steps={self.every_steps}) takes steps from 1, and a GRPO or "
@@ -112,8 +103,8 @@ class audit_callback(TrainerCallback):
         """Audit a rollout; the trainer counts `step` once it is done."""
         trainer = self.trainer
         outputs = _outputs(batch, trainer.temperature)
-        report = audit_drift(
-            outputs[:: -(-len(outputs) // MAX_SEQUENCES) or 1],
+        report = drift_audit.audit_drift(
+            outputs[:: -(-len(outputs) // drift_audit.MAX_SEQUENCES) or 1],
             trainer,
             versions=self.versions,
             sampling_params=self._params,
@@ -138,7 +129,7 @@ def _outputs(batch: Mapping[str, Any], temperature: float) -> list[GenerationOut
         is_sampled_BT = is_sampled_BT & ~logprobs_BT.isnan()
     outputs = []
     for row, length in enumerate(is_sampled_BT.long().cumprod(1).sum(1).tolist()):
-        length = min(length, MAX_TOKENS)
+        length = min(length, drift_audit.MAX_TOKENS)
         prompt_ids = batch["prompt_ids"][row][batch["prompt_mask"][row].bool()].tolist()
         tokens = batch["completion_ids"][row, :length].tolist()
         logprobs = [] if logprobs_BT is None else logprobs_BT[row, :length].tolist()

@@ -1,10 +1,9 @@
 """Call the tools of a trainer's conversations at the same time.
 
 TRL 1.16 calls one tool after the other, for all conversations of a turn (`_tool_call_loop`). While
-that loop runs, its tools are replaced. The first call of a turn starts the calls of all
-conversations, each conversation in a thread of its own, and every call returns its own result. The
-calls of one conversation keep TRL's order. Called by the trainer, on its thread. Reads the
-trainer's attributes and imports no trl.
+that loop runs, its tools are replaced: the first call of a turn starts those of all conversations,
+each conversation in a thread of its own and in TRL's order, and every call returns its own result.
+Called by the trainer, on its thread. Imports no trl.
 """
 
 import asyncio

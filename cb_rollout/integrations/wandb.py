@@ -21,32 +21,23 @@ MAX_PROMPT_CHARACTERS = 500
 
 
 def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
-    """Log every token of `records` as one row of the table "rollout/tokens".
+    """Log every token of the trainer's global `step` as one row of the table "rollout/tokens".
 
-    The table joins the row that the trainer logs next, so wandb's own step counter moves only when
-    the trainer moves it. Of several tables before that row, wandb keeps the last. Without an active
-    run, or without records, nothing is logged.
-
-    Args:
-        records: the sequences, all of one step.
-        step: the trainer's global step, the table's first column.
+    The table joins the row that the trainer logs next; of several before that row, wandb keeps the
+    last. Without an active run, or without records, nothing is logged.
     """
     if wandb.run is None:
         return
     rows: list[Any] = []
     for record in records:
-        request_id, prompt = _encodable(record.request_id), _shortened(_encodable(record.prompt))
+        request_id, prompt = _encodable(record.request_id), _encodable(record.prompt)
+        if len(prompt) > MAX_PROMPT_CHARACTERS:
+            prompt = "..." + prompt[-MAX_PROMPT_CHARACTERS:]
         for row in record.token_rows():
             figures = row._replace(prompt=prompt, token=_encodable(row.token))._asdict()
             rows.append([step, request_id, *(figures[name] for name in COLUMNS[2:])])
     if rows:
         wandb.run.log({TABLE_NAME: wandb.Table(columns=list(COLUMNS), data=rows)}, commit=False)
-
-
-def _shortened(prompt: str) -> str:
-    if len(prompt) <= MAX_PROMPT_CHARACTERS:
-        return prompt
-    return "..." + prompt[-MAX_PROMPT_CHARACTERS:]
 
 
 def _encodable(text: str) -> str:

@@ -1,9 +1,8 @@
 """Grammars, JSON schemas and regular expressions, compiled by xgrammar.
 
-Owns the conversion of an xgrammar `CompiledGrammar` to a `cb_rollout.config.grammar.Grammar`, and
-the bounds of what is compiled. xgrammar 0.2 descends into parentheses and schemas without a limit,
-which ends the process, and expands counted repetitions of a schema's patterns. Needs the extra
-`grammar`: pip install 'cb_rollout[grammar]'.
+Owns the bounds of what is compiled: xgrammar 0.2 descends into parentheses and schemas without a
+limit, which ends the process, and expands counted repetitions of a schema's patterns. Needs the
+extra `grammar`: pip install 'cb_rollout[grammar]'.
 
 V: logits.
 """
@@ -12,7 +11,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain
 from typing import Any, Self
 
@@ -51,9 +50,6 @@ MAX_KEPT_BYTES = 1 << 28
 class XGrammar:
     """A compiled grammar, for `SamplingParams.grammar`; may be shared by any number of requests.
 
-    grammar = XGrammar.from_json_schema(schema, tokenizer, vocab_size=model.config.vocab_size)
-    SamplingParams(grammar=grammar)
-
     Its constructors take the model's transformers tokenizer and the number of its logits.
 
     Raises:
@@ -64,7 +60,6 @@ class XGrammar:
 
     def __init__(self, compiled: Any) -> None:
         """Wrap a grammar that an `xgrammar.GrammarCompiler` compiled for this number of logits."""
-        self._xgrammar = _import_xgrammar()
         self._compiled = compiled
 
     @classmethod
@@ -77,10 +72,9 @@ class XGrammar:
         except (ValueError, RecursionError) as error:
             raise _refusal("JSON schema", f"it is not JSON: {error_text(error)}") from error
         _require_bounded(parsed)
-        text = json.dumps(parsed)
-        compile_schema = _compiler(tokenizer, vocab_size).compile_json_schema
-        compile_it = partial(compile_schema, text, max_whitespace_cnt=MAX_WHITESPACE)
-        return cls(_compiled(compile_it, "JSON schema"))
+        compiler = _compiler(tokenizer, vocab_size)
+        text, whitespace = json.dumps(parsed), {"max_whitespace_cnt": MAX_WHITESPACE}
+        return cls(_compiled("JSON schema", compiler.compile_json_schema, text, **whitespace))
 
     @classmethod
     def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
@@ -92,7 +86,7 @@ class XGrammar:
         """Allow text that matches `regex` as a whole."""
         _require_shallow(regex, "regular expression")
         compiler = _compiler(tokenizer, vocab_size)
-        return cls(_compiled(partial(compiler.compile_regex, regex), "regular expression"))
+        return cls(_compiled("regular expression", compiler.compile_regex, regex))
 
     @classmethod
     def from_ebnf(cls, grammar: str, tokenizer: Any, vocab_size: int) -> Self:
@@ -100,11 +94,11 @@ class XGrammar:
         # A string may hold any character.
         _require_shallow(_EBNF_STRING.sub('""', grammar), "grammar")
         compiler = _compiler(tokenizer, vocab_size)
-        return cls(_compiled(partial(compiler.compile_grammar, grammar), "grammar"))
+        return cls(_compiled("grammar", compiler.compile_grammar, grammar))
 
     def matcher(self) -> "XGrammarMatcher":
         """Return a matcher at the start of a new sequence."""
-        return XGrammarMatcher(self._xgrammar.GrammarMatcher(self._compiled))
+        return XGrammarMatcher(_import_xgrammar().GrammarMatcher(self._compiled))
 
 
 class XGrammarMatcher:
@@ -215,9 +209,9 @@ def _refusal(what: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(f"the {what} cannot be compiled ({why}); make it simpler.")
 
 
-def _compiled(compile_it: Callable[[], Any], what: str) -> Any:
+def _compiled(what: str, compile_it: Callable[..., Any], text: str, **settings: Any) -> Any:
     try:
-        return compile_it()
+        return compile_it(text, **settings)
     except (RuntimeError, ValueError) as error:
         raise InvalidRequestError(
             f"the {what} cannot be compiled ({error_text(error)}); mend it, or leave out what "

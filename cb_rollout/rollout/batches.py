@@ -29,11 +29,9 @@ class BatchArguments:
     prompts: list[Encoded | InvalidRequestError]
     """Each prompt, or the error that refuses it."""
     params: list[SamplingParams]
-    """Sampling parameters of each prompt."""
     count: int
     """Sequences of each prompt."""
     records_timestamps: bool = False
-    """Record the time of each token."""
     keeps_refused: bool = False
     """Deliver refused prompts as failed sequences, where otherwise the call raises."""
 

@@ -76,10 +76,6 @@ class FailureWatch:
             done.set()
             self._is_watching = False
 
-    def watching(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `work` in `watched()`, entered for each call."""
-        return self.watched()(work)
-
     def _report(self, key: str, failure: str) -> str:
         """Store the failure if it is the first; return the first."""
         try:

@@ -28,16 +28,8 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.registry import ROLLOUT, SLEEP, SYNC, rollout_metrics, status_metrics
-from cb_rollout.rollout.batches import (
-    BatchArguments,
-    batch_arguments,
-    broadcast_refusal,
-    create_requests,
-    gathered,
-    outputs_of,
-    require_finished,
-    unfinished,
-)
+from cb_rollout.rollout import batches
+from cb_rollout.rollout.batches import BatchArguments
 from cb_rollout.rollout.distributed import create_group_watch
 from cb_rollout.rollout.progress import PROGRESS_SECONDS, ProgressBar
 from cb_rollout.rollout.prompts import Prompt, require_tokenizer
@@ -70,12 +62,10 @@ class RolloutGenerator:
         Args:
             model: a causal language model, plain or wrapped by PEFT, accelerate or torch.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`.
-            tokenizer: allows prompts that are strings or chats, and stop strings; a processor also
-                images.
+            tokenizer: allows strings, chats and stop strings; a processor also images.
             generation_config: defaults of every request; None: the model's own.
-            accelerator: source of the rank, and of the precision of the trainer's forward; None:
-                the rank is that of `torch.distributed`'s process group, else of the environment's
-                `RANK`, else 0.
+            accelerator: has the rank, and the precision of the trainer's forward; None: the rank is
+                that of `torch.distributed`'s process group, else of the environment's `RANK`, or 0.
             optimizer: the model's optimizer, its class, or the name of a known one, for the memory
                 of its states. None: as Adam's for a model in training mode, else 0.
 
@@ -132,14 +122,13 @@ class RolloutGenerator:
             generation_config: defaults of this call; None: the generator's.
             sampling_params: one, or one per input; None: the generation config's.
             num_return_sequences: completions of each input; None: the generation config's, else 1.
-                Greedy ones are equal, which is warned of: many models' own generation config is
-                greedy.
+                Greedy ones are equal, which is warned of.
             max_new_tokens: one, or one per input; overrides the two above.
             progress_bar: draw a bar; None: in a terminal or a notebook, and erase it at the end.
             record_timestamps: record the time at which each token was sampled.
-            on_error: "raise", or "return" failed sequences with `status=FAILED`, those of an input
-                that is refused (too long, empty, not encodable) among them.
-            warmup: trace, compile or capture decode steps first; see the manager's `warmup`.
+            on_error: "raise", or "return" failed sequences, those of a refused input (too long,
+                empty, not encodable) among them, with `status=FAILED`.
+            warmup: see `ContinuousBatchingManager.warmup`.
 
         Returns:
             Outputs by request id, in the order of `inputs`, the completions of one input adjacent.
@@ -150,8 +139,8 @@ class RolloutGenerator:
             IncompleteRolloutError: a sequence failed; its `.outputs` holds all outputs.
             EngineDeadError: the engine stopped on an exception.
         """
-        with broadcast_refusal(self._gathers_over):
-            batch = batch_arguments(
+        with batches.broadcast_refusal(self._gathers_over):
+            batch = batches.batch_arguments(
                 inputs,
                 generation_config,
                 tokenizer=self.tokenizer,
@@ -164,49 +153,49 @@ class RolloutGenerator:
                 on_error=on_error,
             )
         with self.manager.durations.timed(ROLLOUT):
-            batches, rank = gathered(self._gathers_over, batch)
+            of_ranks, rank = batches.gathered(self._gathers_over, batch)
             with interrupts_deferred():
-                requests, outputs = self._roll_out(batches, rank, progress_bar, warmup)
+                requests, outputs = self._roll_out(of_ranks, rank, progress_bar, warmup)
         if on_error == "raise":
             cause = next((r.cause for r in requests if r.cause is not None), None)
-            require_finished(outputs, cause)
+            batches.require_finished(outputs, cause)
         return outputs
 
     def _roll_out(
         self,
-        batches: Sequence[BatchArguments | None],
+        of_ranks: Sequence[BatchArguments | None],
         rank: int,
         progress_bar: bool | None = False,
         warmup: bool = False,
     ) -> tuple[list[Request], dict[str, GenerationOutput]]:
         """Run the batches of all processes that share a copy; return this rank's outputs."""
-        created = create_requests(self.manager, batches, self._gathers_over)
-        served = unfinished([created[rank]])
+        created = batches.create_requests(self.manager, of_ranks, self._gathers_over)
+        served = batches.unfinished([created[rank]])
         self.wake()
         if warmup:
             self.manager.warmup()
         self.manager.start()
         watched = nullcontext() if self._watch is None else self._watch.watched()
         with watched, measured(self.manager) as metrics:
-            finished = _run(self.manager, unfinished(created), progress_bar)
+            finished = _run(self.manager, batches.unfinished(created), progress_bar)
         self._last_metrics = metrics
-        if batches[rank] is not None:
+        if of_ranks[rank] is not None:
             self._last_rollout = served
-        return created[rank], outputs_of(created[rank], finished)
+        return created[rank], batches.outputs_of(created[rank], finished)
 
     def join(self) -> None:
         """Roll out with the other processes of a split copy until all of them have called this.
 
-        Call it on every process after turns of which each may have another number, as those of
-        conversations with tools; `attach` does. Without `tensor_parallel_size` it does nothing.
+        Call it on every process after conversations, of which each may have other turns; `attach`
+        does. Without `tensor_parallel_size` it does nothing.
         """
         if self._gathers_over is None:
             return
         while True:
-            batches, rank = gathered(self._gathers_over, None)
-            if not any(batches):
+            of_ranks, rank = batches.gathered(self._gathers_over, None)
+            if not any(of_ranks):
                 return
-            self._roll_out(batches, rank)
+            self._roll_out(of_ranks, rank)
 
     @property
     def is_joint(self) -> bool:
@@ -227,14 +216,8 @@ class RolloutGenerator:
     ) -> SyncReport:
         """Generate from the model's new weights from now on, under a new policy version.
 
-        Call it after every weight change; with a sharded model, on every process. Where it was
-        forgotten, a rollout of shared weights begins the version if torch counted the change.
-
-        Args:
-            in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
-
-        Returns:
-            The new policy version, the duration in seconds and the bytes copied.
+        Call it after every weight change; with a sharded model, on every process. `in_flight` is
+        what becomes of unfinished sequences; see `ContinuousBatchingManager.pause`.
 
         Raises:
             WeightSyncError: the model and its copy no longer have the same tensors.
@@ -263,8 +246,7 @@ class RolloutGenerator:
             level: 1: release the KV memory. 2: release also CUDA graphs, and the weights that the
                 training module does not hold. The next `sync_weights()` allocates and writes these;
                 until then `wake()` and rollouts raise `RolloutError`.
-            release_graphs: release the memory of CUDA graphs too. Capturing them again takes
-                seconds, in `wake()`.
+            release_graphs: release CUDA graphs too; `wake()` takes seconds to capture them again.
 
         Raises:
             ConfigurationError: `level` is another, or the training module holds all weights.
@@ -310,14 +292,8 @@ class RolloutGenerator:
     def verify(self, num_sequences: int) -> DriftReport:
         """Recompute log-probabilities of the last rollout with plain forwards, and compare.
 
-        Sequences are taken evenly over the rollout. Skipped are those of an older policy version,
-        and those whose log-probabilities are of changed logits (`logprobs_mode="processed"`).
-
-        Args:
-            num_sequences: at least 1.
-
-        Raises:
-            InvalidRequestError: `num_sequences` is below 1.
+        `num_sequences`, at least 1, are taken evenly over the rollout. Skipped are those of an
+        older policy version, and of changed logits (`logprobs_mode="processed"`).
         """
         is_collective = self._weights.is_collective
         return rollout_drift(self.manager, self._last_rollout, num_sequences, is_collective)
@@ -335,9 +311,7 @@ class RolloutGenerator:
         Requests share the engine with `generate_batch`, and continue through `sync_weights()`.
         An engine that runs a module in training mode is held from a rollout's end until the next
         rollout or `wake()`. At other times change shared weights inside `manager.pause()`.
-
-        Args:
-            **options: the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
+        `options` are the fields of `cb_rollout.server.ServerOptions`: `host`, `port`, `api_key`...
 
         Returns:
             The server, with the `base_url` for its clients; it runs until its `close()`, or the
@@ -444,22 +418,10 @@ def generate_batch(
 ) -> dict[str, GenerationOutput]:
     """Sample completions of many prompts together, in one call.
 
-    Args:
-        model: a causal language model, wrapped or not.
-        inputs: lists of token ids; with a tokenizer what `RolloutGenerator.generate_batch` takes.
-        generation_config: defaults of every request; None: the model's own.
-        continuous_batching_config: a `RolloutConfig`, or transformers' own.
-        record_timestamps: record the time at which each token was sampled.
-        progress_bar: as in `RolloutGenerator.generate_batch`.
-        persistent_manager: keep the manager on the model for the next call, which syncs the
-            weights and reads no keys of this one.
-        warmup: trace or compile decode steps before the first, and capture the CUDA graphs that are
-            wanted; see the manager's `warmup`.
-        tokenizer: allows texts, chats and stop strings; a processor also images.
-        **kwargs: further arguments of `RolloutGenerator.generate_batch`.
-
-    Returns:
-        Outputs by request id; see `RolloutGenerator.generate_batch`, also for the errors.
+    `continuous_batching_config` is a `RolloutConfig`, or transformers' own. `persistent_manager`
+    keeps the manager on the model for the next call, which syncs the weights and reads no keys of
+    this one. For the other arguments see `RolloutGenerator`, and its `generate_batch` for the
+    outputs, by request id, and the errors.
 
     Raises:
         ConfigurationError: `kwargs` has an unknown name.

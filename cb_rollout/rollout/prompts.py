@@ -8,14 +8,8 @@ from numbers import Number
 from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor
-from cb_rollout.engine.images.processor import (
-    ENCODING_FAULTS,
-    ImagePrompt,
-    encoded_chat,
-    encoded_row,
-    has_image_parts,
-    is_chat,
-)
+from cb_rollout.engine.images import processor
+from cb_rollout.engine.images.processor import ImagePrompt
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
 # Token ids, text, a chat, or `{"prompt": one of these, "images": [...]}`.
@@ -36,11 +30,10 @@ def require_tokenizer(tokenizer: Any) -> None:
 
 def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
     """Return every prompt as an engine takes it, or raise the first `InvalidRequestError`."""
-    results = []
-    for result in encoded_or_refused(prompts, tokenizer):
+    results: list[Any] = encoded_or_refused(prompts, tokenizer)
+    for result in results:
         if isinstance(result, InvalidRequestError):
             raise result
-        results.append(result)
     return results
 
 
@@ -74,12 +67,12 @@ def encoded_or_refused(
 
 def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
     if isinstance(prompt, Mapping) and "images" in prompt:
-        prompt = encoded_row(prompt, tokenizer, index)
+        prompt = processor.encoded_row(prompt, tokenizer, index)
         if isinstance(prompt, ImagePrompt):
             return prompt
     _require_prompt(prompt, index)
     is_text = isinstance(prompt, str)
-    if not (is_text or is_chat(prompt)):
+    if not (is_text or processor.is_chat(prompt)):
         return prompt
     if tokenizer is None:
         raise InvalidRequestError(
@@ -92,8 +85,8 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
             "tokenizer.chat_template, or pass text."
         )
     chat: Any = prompt
-    if not is_text and has_image_parts(chat):
-        return encoded_chat(chat, tokenizer, index)
+    if not is_text and processor.has_image_parts(chat):
+        return processor.encoded_chat(chat, tokenizer, index)
     refusal, advice = "the tokenizer does not take this text", "is it valid Unicode?"
     if not is_text:
         refusal = "the tokenizer's chat template does not take this chat"
@@ -107,7 +100,7 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
             )["input_ids"]
         # A processor returns a batch of one.
         return ids[0] if is_processor(tokenizer) else ids
-    except ENCODING_FAULTS as error:
+    except processor.ENCODING_FAULTS as error:
         message = f"input {index}: {refusal} ({error_text(error)}); {advice}"
         raise InvalidRequestError(message) from error
 

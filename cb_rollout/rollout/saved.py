@@ -55,8 +55,7 @@ class RolloutSaver:
     def begin_training(self, step: int) -> None:
         """Go on after a checkpoint's step: what was sampled after it is deleted, and comes again.
 
-        Raises:
-            ConfigurationError: a training from its first step would write among another's files.
+        `ConfigurationError`: a training from its first step would write among another's files.
         """
         later = [path for path in _files(self._folder, self._rank) if _step_of(path) > step]
         if later and not step:
@@ -103,11 +102,7 @@ class SavedRollouts:
     is_joint = False
 
     def __init__(self, folder: str, config: Any = None) -> None:
-        """Look for the files; they are read as the trainer asks for them.
-
-        Args:
-            folder: the `save_rollouts` of the training that sampled.
-            config: its `RolloutConfig`, which the loss follows.
+        """Look for the files of a `save_rollouts`; the loss follows that training's `config`.
 
         Raises:
             ConfigurationError: the folder holds no rollouts.
@@ -142,11 +137,7 @@ class SavedRollouts:
             self._calls = _calls(path for path in files if _step_of(path) > step)
 
     def generate_batch(self, inputs: Iterable[Any], *_: Any, **__: Any) -> dict[str, Any]:
-        """Return the outputs of the next call that was saved.
-
-        Raises:
-            ConfigurationError: there is none, or it was of other prompts.
-        """
+        """Return the outputs of the next call; `ConfigurationError`: none, or of other prompts."""
         outputs = next(self._calls, None)
         if outputs is None:
             raise ConfigurationError(

@@ -1,10 +1,9 @@
 """Build token-exact training samples from an agent's turns.
 
-A turn is a server's answer: the prompt's token ids as the model received them, and the sampled
-tokens with log-probabilities and policy versions. A turn whose prompt begins with all tokens of a
-sample extends it. Any other turn is a drift: its template or client rewrote the history, the agent
-tries again from an earlier turn, or the text was tokenized differently. It begins a new sample,
-with its prompt as context that is not trained on. Called by any one thread; loads no torch.
+A turn is a server's answer. A turn whose prompt begins with all tokens of a sample extends it. Any
+other turn is a drift: its template or client rewrote the history, the agent tries again from an
+earlier turn, or the text was tokenized differently. It begins a new sample, with its prompt as
+context that is not trained on. Called by any one thread; loads no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,6 @@ class Trajectory:
     """One conversation, built turn by turn."""
 
     samples: list[Sample] = field(default_factory=list)
-    """One sample, and one more for each drift."""
 
     @property
     def num_drifts(self) -> int:
@@ -46,13 +44,7 @@ class Trajectory:
         logprobs: Sequence[float],
         policy_versions: Sequence[Sequence[int]],
     ) -> bool:
-        """Add one answer of the model.
-
-        Args:
-            prompt_ids: all token ids of the model's input.
-            generated_tokens: the sampled token ids.
-            logprobs: the natural log-probability of each sampled token.
-            policy_versions: runs of `(policy_version, num_tokens)`.
+        """Add one answer: all token ids of its prompt, and the fields of a `GenerationOutput`.
 
         Returns:
             True if the prompt begins with all tokens of a sample, the longest of which is extended,
@@ -82,17 +74,10 @@ class Trajectory:
         return is_continued
 
     def add_response(self, response: Any) -> bool:
-        """Add the first choice of a chat completion, as a client received it.
+        """Add the first choice of a chat completion, as `add_turn` does.
 
-        Args:
-            response: the response to a request with `logprobs` and `return_token_ids`; an OpenAI
-                client's object, or the parsed JSON.
-
-        Returns:
-            See `add_turn`.
-
-        Raises:
-            InvalidRequestError: the response lacks token ids or log-probabilities.
+        `response` is an OpenAI client's object or the parsed JSON. Raises `InvalidRequestError`
+        where it lacks token ids or log-probabilities.
         """
         body: Mapping[str, Any] = response if isinstance(response, dict) else response.model_dump()
         choice = body["choices"][0]

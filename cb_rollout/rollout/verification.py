@@ -12,13 +12,8 @@ import torch
 import torch.distributed as dist
 
 from cb_rollout.config.enums import LogprobsMode, SamplingMaskMode
-from cb_rollout.engine.numerics.agreement import (
-    LARGEST_MULTIPLE,
-    NUM_MEASURED,
-    Agreement,
-    agrees,
-    overall_noise,
-)
+from cb_rollout.engine.numerics import agreement
+from cb_rollout.engine.numerics.agreement import Agreement
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import InvalidRequestError
@@ -28,9 +23,8 @@ from cb_rollout.errors import InvalidRequestError
 class DriftReport:
     """Difference of recomputed and sampled log-probabilities, in nats.
 
-    The divergences are of the sampling distribution from the recomputed one, estimated over the
-    sampled tokens. r is the recomputed over the sampled probability (k1 and k3: Schulman 2020,
-    "Approximating KL divergence").
+    Divergences are of the sampling distribution from the recomputed one. r is the recomputed over
+    the sampled probability (k1 and k3: Schulman 2020, "Approximating KL divergence").
     """
 
     max: float
@@ -70,7 +64,7 @@ def drift(
     sizes_N = log_ratios_N.abs().nan_to_num(nan=inf, posinf=inf)
     worst = int(sizes_N.argmax())
     _, _, request_id, position = pairs[worst]
-    notable = (sizes_N[worst - position : worst + 1] > LARGEST_MULTIPLE * noise).nonzero()
+    notable = (sizes_N[worst - position : worst + 1] > agreement.LARGEST_MULTIPLE * noise).nonzero()
     first = int(notable[0]) if len(notable) else None
     # Ratios that are not finite allow no estimate.
     estimates = (inf, inf, inf, 0.0)
@@ -115,25 +109,19 @@ def rollout_drift(
         recomputed = {r.request_id: manager.engine.recompute(r) for r in forwards}
     if not chosen:
         return drift({}, {})
-    measured = chosen[:NUM_MEASURED]
-    noise = overall_noise(
+    measured, precise = chosen[: agreement.NUM_MEASURED], [None]
+    if not is_collective:
+        with manager.loop.paused():
+            precise = [manager.engine.recompute_precisely(request) for request in measured]
+    noise = agreement.overall_noise(
         _values(recomputed, measured),
-        None if is_collective else _precise_values(manager, measured),
+        None if None in precise else [torch.tensor(logprobs) for logprobs in precise],
         manager.engine.compute_dtype,
     )
-    agreement = agrees(
+    compared = agreement.agrees(
         _values(sampled, chosen), _values(recomputed, chosen), noise.expand(len(chosen))
     )
-    return replace(drift(sampled, recomputed, float(noise)), agreement=agreement)
-
-
-def _precise_values(
-    manager: ContinuousBatchingManager, requests: Sequence[Request]
-) -> list[torch.Tensor] | None:
-    """Return log-probabilities in a higher precision; None: one of them cannot, or takes long."""
-    with manager.loop.paused():
-        rows = [manager.engine.recompute_precisely(request) for request in requests]
-    return None if None in rows else [torch.tensor(logprobs) for logprobs in rows]
+    return replace(drift(sampled, recomputed, float(noise)), agreement=compared)
 
 
 def _values(logprobs: dict[str, list[float]], requests: Sequence[Request]) -> list[torch.Tensor]:

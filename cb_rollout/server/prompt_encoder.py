@@ -23,13 +23,13 @@ from typing import Any
 
 from cb_rollout.compat.multimodal import is_processor, text_tokenizer
 from cb_rollout.engine.images.processor import (
+    ENCODING_FAULTS,
     IMAGE_FAULTS,
     ImagePrompt,
     encoded_chat,
     has_image_parts,
 )
 from cb_rollout.errors import InvalidRequestError, error_text
-from cb_rollout.rollout.prompts import ENCODING_FAULTS
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.protocol import ApiError
 

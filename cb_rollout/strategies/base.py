@@ -21,7 +21,6 @@ class Group:
     outputs: list[GenerationOutput] = field(default_factory=list)
     """All finished; as many as were asked for, or fewer where the strategy allows it."""
     rewards: list[float] = field(default_factory=list)
-    """One for each output."""
 
     @property
     def num_tokens(self) -> int:
@@ -115,8 +114,7 @@ class DynamicSampling(Strategy):
 class OverSampling(Strategy):
     """Submits more than is wanted, keeps the first complete groups and cancels the others.
 
-    The kept groups are biased towards short completions; the bias grows with the number of extras.
-    `PartialRollouts` has no such bias.
+    The more extras, the more the kept groups are biased towards short completions.
     """
 
     num_extra_groups: int = 4
@@ -135,9 +133,9 @@ class OverSampling(Strategy):
 class PartialRollouts(Strategy):
     """Takes the first complete groups and carries the others into the next step.
 
-    A carried sequence keeps its tokens, each with the version and the log-probability it was
-    sampled under, and goes on under the new weights. A group submitted more than `max_staleness`
-    versions ago is cancelled instead, and its prompt starts over. From Kimi k1.5, arXiv 2501.12599.
+    A carried sequence keeps its tokens, with their versions and log-probabilities, and goes on
+    under the new weights. A group submitted more than `max_staleness` versions ago starts over.
+    From Kimi k1.5, arXiv 2501.12599.
     """
 
     carries = True

@@ -39,20 +39,19 @@ class GroupCollector:
         """Submit nothing before `collect`.
 
         Args:
-            sampler: a `RequestStream` over a `RolloutGenerator`.
+            sampler: samples, for this collector alone.
             prompts: token ids, text or chats; or mappings with "prompt", its "images" and what the
                 reward needs. May be endless; each is taken when it is submitted.
             reward: see `Reward`.
-            strategy: decides the groups to submit, cancel and keep; None: `Plain()`.
+            strategy: None: `Plain()`.
             num_generations: completions of a group.
             runs_while_training: let carried groups go on between two calls of `collect`; if not,
                 the engine sleeps then, as it must where it runs the training module.
 
         Raises:
-            ConfigurationError: `num_generations` does not fit the strategy, or an argument is
-                of the wrong kind.
+            ConfigurationError: `num_generations` does not fit the strategy; a wrong type.
         """
-        self.strategy = Plain() if strategy is None else strategy
+        self.strategy = strategy or Plain()
         _require_kinds(prompts, reward, self.strategy)
         least = self.strategy.min_group_size or 1
         if num_generations < least:
@@ -78,11 +77,8 @@ class GroupCollector:
     def collect(self, num_groups: int) -> list[Group]:
         """Return the next complete groups, in the order of their prompts.
 
-        After an exception nothing is in flight. Only the group that failed is lost; the next call
-        goes on with the other prompts and finished groups.
-
-        Returns:
-            `num_groups` of them; fewer, at last none, where the prompts come to an end.
+        Fewer than `num_groups`, at last none, where the prompts come to an end. After an exception
+        nothing is in flight; only the group that failed is lost.
 
         Raises:
             IncompleteRolloutError: a completion failed and the strategy allows no more tries.
@@ -251,8 +247,7 @@ class GroupCollector:
         self._returned_prompts.extendleft(group.prompt for group in reversed(stale))
 
     def _restart(self, groups: list[PendingGroup]) -> None:
-        prompts = [pending.group.prompt for pending in groups]
-        self._returned_prompts.extendleft(reversed(prompts))
+        self._returned_prompts.extendleft(pending.group.prompt for pending in reversed(groups))
         self._in_flight.cancel(groups)
 
     def _step_metrics(
@@ -277,27 +272,17 @@ class GroupCollector:
 
 def _numbers(returned: Any, num_outputs: int) -> list[float]:
     """Return a reward's numbers, one a completion, NaN for None."""
-    if not isinstance(returned, Iterable):
-        raise RolloutError(
-            f"the reward gave {returned!r:.60}; it is called with a prompt and a list of its "
-            "completions, and must give a list, one number for each."
-        )
-    values = list(returned)
-    if len(values) != num_outputs:
-        raise RolloutError(
-            f"the reward gave {len(values)} values for {num_outputs} completions of one prompt; it "
-            "must give one for each, None for one that cannot be scored."
-        )
-    numbers = []
-    for value in values:
-        try:
-            numbers.append(math.nan if value is None else float(value))
-        except (TypeError, ValueError) as error:
-            raise RolloutError(
-                f"the reward gave {value!r:.60} for a completion; it must give a number, or None "
-                "for one that cannot be scored."
-            ) from error
-    return numbers
+    try:
+        numbers = [math.nan if value is None else float(value) for value in returned]
+        if len(numbers) == num_outputs:
+            return numbers
+        cause = None
+    except (TypeError, ValueError) as error:
+        cause = error
+    raise RolloutError(
+        f"the reward gave {returned!r:.60} for {num_outputs} completions of one prompt; it must "
+        "give a list of one number for each, None for one that cannot be scored."
+    ) from cause
 
 
 def _require_kinds(prompts: Any, reward: Any, strategy: Any) -> None:

@@ -27,7 +27,6 @@ class CompletionStats:
     cancelled: int = 0
     """Of groups that were cancelled, or more than their group needed."""
     failed: int = 0
-    """Could not be generated."""
     tokens_kept: int = 0
     tokens_discarded: int = 0
     groups_kept: int = 0
@@ -73,7 +72,6 @@ class PendingGroup:
     """The version when it was submitted; no token of it is older."""
     num_retries_left: int
     pending: list[str] = field(default_factory=list)
-    """Ids of its sequences that have not ended."""
 
 
 class GroupsInFlight:
@@ -108,9 +106,9 @@ class GroupsInFlight:
                     f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
                     "holds it."
                 )
-            images, prompt = row.get("images"), row["prompt"]
-            if images is not None:
-                prompt = {"prompt": prompt, "images": images}
+            prompt = row["prompt"]
+            if row.get("images") is not None:
+                prompt = {"prompt": prompt, "images": row["images"]}
         request_ids = self._sampler.submit(prompt, num_sequences)
         pending.pending += request_ids
         self._group_of |= dict.fromkeys(request_ids, pending.group.number)
@@ -131,9 +129,9 @@ class GroupsInFlight:
 
     def cancel(self, groups: Sequence[PendingGroup]) -> None:
         """End groups, and wait until each of their sequences has delivered its tokens."""
+        self._stats.groups_cancelled += len(groups)
         for pending in groups:
             del self._groups[pending.group.number]
-            self._stats.groups_cancelled += 1
             self._stats.cancel(pending.group.outputs)
         self._cancel_sequences([request_id for pending in groups for request_id in pending.pending])
 

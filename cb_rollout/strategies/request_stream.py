@@ -23,13 +23,7 @@ class RequestStream:
         sampling_params: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Submit nothing yet.
-
-        Args:
-            generator: a `RolloutGenerator` or a `PooledGenerator`.
-            sampling_params: None: the generator's.
-            max_new_tokens: overrides `sampling_params`; None: theirs.
-        """
+        """Sample by a `RolloutGenerator` or a `PooledGenerator`, and its parameters by default."""
         self._generator, self._manager = generator, generator.manager
         self._params = resolved(sampling_params, self._manager.defaults, max_new_tokens)
         self._output_queue = OutputQueue()
@@ -43,9 +37,8 @@ class RequestStream:
         if warning := equal_group_warning(self._params, num_sequences):
             raise ConfigurationError(warning)
         (ids,) = encoded([prompt], self._generator.tokenizer)
-        requests = self._manager.create_requests(
-            [ids], [self._params], members=range(num_sequences)
-        )
+        members = range(num_sequences)
+        requests = self._manager.create_requests([ids], [self._params], members=members)
         self._manager.start()
         self._output_queue.reopen()
         self._manager.submit(requests, self._output_queue)

@@ -42,7 +42,7 @@ def test_a_process_at_work_is_ended_when_another_failed():
     processes = Processes()
     with processes.watches[0].watched():
         with pytest.raises(ValueError, match="no such verifier"):
-            processes.watches[1].watching(fail)(ValueError("no such verifier"))
+            processes.watches[1].watched()(fail)(ValueError("no such verifier"))
         assert processes.someone_ended.wait(SECONDS)
     assert processes.ended == {0: "rank 1: ValueError: no such verifier"}
 
@@ -52,11 +52,11 @@ def test_an_error_that_follows_anothers_failure_names_that_failure():
 
     def fail_after_the_other():
         with pytest.raises(ValueError, match="no such verifier"):
-            processes.watches[1].watching(fail)(ValueError("no such verifier"))
+            processes.watches[1].watched()(fail)(ValueError("no such verifier"))
         fail(RuntimeError("Connection closed by peer"))
 
     with pytest.raises(RolloutError, match="rank 1: ValueError: no such verifier") as caught:
-        processes.watches[0].watching(fail_after_the_other)()
+        processes.watches[0].watched()(fail_after_the_other)()
     assert "closed by peer" in str(caught.value.__cause__)
     assert not processes.ended
 
@@ -64,13 +64,13 @@ def test_an_error_that_follows_anothers_failure_names_that_failure():
 def test_ones_own_failure_stays_the_error_it_is_and_nests():
     watch = Processes().watches[0]
     with pytest.raises(KeyError):
-        watch.watching(watch.watching(fail))(KeyError("x"))
+        watch.watched()(watch.watched()(fail))(KeyError("x"))
 
 
 def test_work_that_ends_well_leaves_no_note_and_no_thread():
     processes = Processes()
     before = set(threading.enumerate())
-    assert [watch.watching(lambda: 3)() for watch in processes.watches] == [3, 3]
+    assert [watch.watched()(lambda: 3)() for watch in processes.watches] == [3, 3]
     for thread in set(threading.enumerate()) - before:
         thread.join(SECONDS)
     assert not processes.ended
@@ -81,7 +81,7 @@ def test_a_failure_that_was_caught_does_not_reach_the_next_training():
     processes = Processes()
     for watch in processes.watches:
         with pytest.raises((ValueError, RolloutError)):
-            watch.watching(fail)(ValueError("once"))
+            watch.watched()(fail)(ValueError("once"))
     with processes.watches[0].watched(), processes.watches[1].watched():
         assert not processes.someone_ended.wait(0.1)
 
@@ -99,4 +99,4 @@ def test_a_store_that_went_away_ends_the_watch_and_hides_no_error():
     watch = FailureWatch(Gone(), 0)
     watch._store.compare_set = lambda *_: fail(dist.DistStoreError("gone"))
     with pytest.raises(ValueError, match="own"):
-        watch.watching(fail)(ValueError("own"))
+        watch.watched()(fail)(ValueError("own"))

@@ -145,7 +145,7 @@ def test_text_is_packed_where_images_cannot_be(tmp_path, monkeypatch, fault, rea
             lambda self, run, *rest: reason if run.has_images else own(self, run, *rest),
         )
     else:
-        monkeypatch.delattr(packed_loss, fault)
+        monkeypatch.delattr(packed_loss.images, fault)
     with pytest.warns(UserWarning, match=rf"switched off for batches with images.*{reason}"):
         trainer.train()
     assert not any(logged(trainer, "rollout/prompts_shared"))

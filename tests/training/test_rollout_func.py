@@ -79,7 +79,7 @@ def test_weights_are_synced_once_a_step_whatever_asks(tmp_path):
 def test_it_needs_attach_and_has_parameters_of_its_own(tmp_path):
     rollout = make_rollout_func(SamplingParams(max_new_tokens=2, ignore_eos=True))
     trainer = with_rollout_func(tmp_path, rollout, max_steps=1)
-    with pytest.raises(ConfigurationError, match=r"call cb_rollout\.attach\(trainer\) before"):
+    with pytest.raises(ConfigurationError, match=r"call cb_rollout\.attach\(trainer\) first"):
         trainer.train()
     attach(trainer)
     prompts = [row["prompt"] for row in PROBLEMS[:2]]

@@ -228,7 +228,7 @@ def test_strategies_are_combined_and_replay_goes_with_them(tmp_path):
 def test_detach_and_plain_take_a_strategy_away(tmp_path):
     trainer = tiny_trainer(tmp_path, **({"reward": by_length} | UNEVEN))
     own = dict(vars(trainer))
-    with pytest.raises(ConfigurationError, match="call attach first"):
+    with pytest.raises(ConfigurationError, match=r"use_strategy: .* call cb_rollout\.attach"):
         use_strategy(trainer, DynamicSampling())
     generator = attach(trainer)
     scoring = trainer._generate_and_score_completions

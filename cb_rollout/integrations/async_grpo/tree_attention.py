@@ -21,10 +21,7 @@ TREE_ATTENTION = "tree_fa3"
 
 
 def adapt_trainers() -> None:
-    """Let trainers that are made from now on run without CUDA, on every process.
-
-    They register this attention for their kernel, and report no share of a device's peak.
-    """
+    """Let trainers that are made from now on run without CUDA, on every process."""
     module: Any = async_grpo_trainer
     module.get_peak_flops_per_device = lambda accelerator, dtype: None
     module.register_tree_attention = partial(

@@ -1,10 +1,9 @@
 """Rollout worker and weight transfer of TRL's AsyncGRPOTrainer, without a server or network.
 
 Owns the engine, unless there is a pool, and a thread that keeps groups in flight and scores them.
-Implements both of the trainer's protocols, `rollout_worker` and `weight_transfer`. The engine runs
-a copy of the weights, which the trainer writes while the engine is paused; so generation and
-training overlap, and no forward reads half of an update. The trainer's thread calls the public
-methods.
+Implements the trainer's protocols `rollout_worker` and `weight_transfer`. The engine runs a copy of
+the weights, which the trainer writes while the engine is paused; so generation and training
+overlap. The trainer's thread calls the public methods.
 """
 
 import queue
@@ -18,6 +17,7 @@ import torch
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
+from cb_rollout.integrations.async_grpo import settings
 from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 from cb_rollout.integrations.async_grpo.prompts import PositionCallback, PromptSource
 from cb_rollout.integrations.async_grpo.samples import (
@@ -25,14 +25,6 @@ from cb_rollout.integrations.async_grpo.samples import (
     SampleQueue,
     samples_of,
     summed_rewards,
-)
-from cb_rollout.integrations.async_grpo.settings import (
-    create_generator,
-    max_outstanding,
-    own_tokenizer,
-    require_data,
-    require_settings,
-    samples_per_step,
 )
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
@@ -127,31 +119,27 @@ class AsyncRollouts:
             args: the trainer's `AsyncGRPOConfig`, the same object.
             train_dataset: rows with a "prompt", text or a chat; iterated over endlessly. Chats are
                 rendered with the trainer's `chat_template_kwargs`.
-            reward_funcs: one or several functions with TRL's arguments: lists `prompts`,
-                `completions`, `completion_ids` and the data set's other columns.
+            reward_funcs: one or several functions with TRL's arguments.
             processing_class: the tokenizer; None: the checkpoint's.
             config: a `RolloutConfig`; its seed defaults to the trainer's.
-            pool: workers that sample instead of an engine of this process; made of the trainer's
-                checkpoint, with a config of its own. It stays open. None: an engine is made.
+            pool: workers of the trainer's checkpoint, which sample instead of an engine of this
+                process. It has a config, and stays open.
             strategy: decides the groups to drop and retry; `max_staleness` bounds the number in
                 flight. None: nothing is dropped.
             in_flight: treatment of unfinished completions when the weights change; see
                 `ContinuousBatchingManager.pause`.
-            tools: functions that a model may call, as `AsyncGRPOTrainer` takes them; prompts are
-                chats then. TRL's own loop calls them and forms the rows to train on.
-            environment_factory: makes an environment for each conversation, as
-                `AsyncGRPOTrainer` takes it; its `get_reward` may take the place of `reward_funcs`.
+            tools: as `AsyncGRPOTrainer` takes them; prompts are chats then. TRL's own loop calls
+                them and forms the rows to train on.
+            environment_factory: as `AsyncGRPOTrainer` takes it; its `get_reward` may take the place
+                of `reward_funcs`.
 
         Raises:
             ConfigurationError: a setting needs a server, or cannot be honoured.
         """
         has_conversations = bool(tools) or environment_factory is not None
-        require_settings(args, in_flight, has_conversations and strategy is not None)
-        require_data(train_dataset, reward_funcs)
-        self._conversation_settings: dict[str, Any] = {
-            "tools": tools,
-            "environment_factory": environment_factory,
-        }
+        settings.require_settings(args, in_flight, has_conversations and strategy is not None)
+        settings.require_data(train_dataset, reward_funcs)
+        self._tools, self._environment_factory = tools, environment_factory
         self._has_conversations = has_conversations
         if pool is not None and config is not None:
             raise ConfigurationError("a pool has a config already; leave config out.")
@@ -161,11 +149,11 @@ class AsyncRollouts:
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
             adapt_trainers()
-        self._tokenizer = processing_class = own_tokenizer(model, processing_class)
+        self._tokenizer = processing_class = settings.own_tokenizer(model, processing_class)
         self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
-        self.callback = PositionCallback(self._source, samples_per_step(args))
+        self.callback = PositionCallback(self._source, settings.samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
-        self._max_outstanding = max_outstanding(args)
+        self._max_outstanding = settings.max_outstanding(args)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
         self._strategy = _Asynchronous(
@@ -186,7 +174,7 @@ class AsyncRollouts:
         if not args.process_index and pool is not None:
             self.generator = PooledGenerator(pool)
         elif not args.process_index:
-            self.generator = create_generator(model, args, config, processing_class)
+            self.generator = settings.create_generator(model, args, config, processing_class)
 
     def start(self) -> None:
         self._is_stopping.clear()
@@ -245,8 +233,7 @@ class AsyncRollouts:
     def resume(self) -> None:
         self._pause.close()
 
-    def destroy(self) -> None:
-        self.stop()
+    destroy = stop
 
     def _num_groups_allowed(self) -> int:
         """Return the most groups in flight that are trained on before they are too old."""
@@ -289,7 +276,8 @@ class AsyncRollouts:
             reward_funcs=self._reward_funcs,
             processing_class=self._tokenizer,
             metrics_queue=self.metrics_queue,
-            **self._conversation_settings,
+            tools=self._tools,
+            environment_factory=self._environment_factory,
         )
         self._conversations.version.value = self._model_version
         if not self._is_stopping.is_set():

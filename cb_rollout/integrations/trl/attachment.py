@@ -2,10 +2,8 @@
 
 TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is
 an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
-once its attributes are set, with our object at its end; `args.use_vllm` stays False and vLLM is
-never imported. Attributes and methods of a GRPO or RLOO trainer are replaced here, and
-restored by `detach`; of the trainers of `SEAMS` in `on_policy`. Called from the thread that
-trains, before or after training.
+once its attributes are set; `args.use_vllm` stays False and vLLM is never imported. `detach`
+restores what is replaced. Called from the thread that trains, before or after training.
 """
 
 import inspect
@@ -27,24 +25,19 @@ from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.concurrent_tools import ConcurrentTools
 from cb_rollout.integrations.ray.pool import RolloutPool
-from cb_rollout.integrations.trl import upstream
+from cb_rollout.integrations.trl import on_policy, upstream
 from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
     AttachedGenerator,
     GenerationBackend,
     attached_backend,
     create_generator,
+    require_backend,
     trains_split_model,
 )
 from cb_rollout.integrations.trl.guard import require_one_distribution, warn_of_bias
 from cb_rollout.integrations.trl.images import require_processor_for_images
-from cb_rollout.integrations.trl.on_policy import (
-    SEAMS,
-    GenerationSeam,
-    install_generation,
-    require_generation_alone,
-    seam_of,
-)
+from cb_rollout.integrations.trl.on_policy import GenerationSeam
 from cb_rollout.integrations.trl.ordered_head import HEAD
 from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.integrations.trl.scoring import (
@@ -82,12 +75,11 @@ def attach(
     Args:
         trainer: constructed with `use_vllm=False`, not yet training.
         config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
-            the trainer's. Or a `RolloutPool` of the trainer's checkpoint: its workers sample, and
-            get the trainer's weights before each rollout. It has a config, and stays open. Or
-            `SavedRollouts`, which were sampled before.
+            the trainer's. Or a `RolloutPool` of the trainer's checkpoint, which has a config and
+            stays open: its workers get the weights before each rollout. Or `SavedRollouts`.
         token_advantages: under GRPO, called with the batch's `LossRow`s and the trainer's
             advantages, (B,); returns advantages of tokens, (B, T), with T tokens of the longest
-            completion, as those of a turn or of a branch. None: a row's tokens have its own.
+            completion. None: a row's tokens have its own.
 
     Returns:
         The generator; its `generate_batch` may also be called outside of training.
@@ -95,7 +87,7 @@ def attach(
     Raises:
         ConfigurationError: the trainer, a setting or this TRL release is not supported.
     """
-    seam = seam_of(trainer)
+    seam = on_policy.seam_of(trainer)
     _require_supported(trainer, seam)
     is_grpo = isinstance(trainer, upstream.GRPOTrainer)
     if token_advantages is not None and not is_grpo:
@@ -148,10 +140,10 @@ def attach(
 def _attach_generation(trainer: Any, config: Any, seam: GenerationSeam) -> AttachedGenerator:
     """Attach a trainer whose loss needs nothing from the rollout but its tokens."""
     own = config.config if isinstance(config, RolloutPool | SavedRollouts) else config
-    require_generation_alone(trainer, own, seam)
+    on_policy.require_generation_alone(trainer, own, seam)
     generator = create_generator(trainer, config)
     backend = GenerationBackend(trainer, generator, synced_step=seam.synced_step)
-    install_generation(trainer, backend, seam)
+    on_policy.install_generation(trainer, backend, seam)
     _watch(trainer, backend)
     return generator
 
@@ -160,7 +152,7 @@ def _watch(trainer: Any, backend: GenerationBackend) -> None:
     watch = create_failure_watch()
     if watch is not None:
         backend.override(
-            train=watch.watching(trainer.train), evaluate=watch.watching(trainer.evaluate)
+            train=watch.watched()(trainer.train), evaluate=watch.watched()(trainer.evaluate)
         )
     trainer.add_callback(backend)
 
@@ -169,20 +161,15 @@ def detach(trainer: Any) -> None:
     """Put a trainer back as it was before `attach`, and close its generator.
 
     A strategy of `use_strategy` is removed too. Weights, optimizer and step count stay as they are.
-
-    Raises:
-        ConfigurationError: nothing is attached to it.
+    Raises `ConfigurationError` if nothing is attached.
     """
-    backend = attached_backend(trainer)
-    if backend is None:
-        raise ConfigurationError("cb_rollout is not attached to this trainer.")
-    backend.close()
+    require_backend(trainer, "detach").close()
 
 
 def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
     """Refuse an object that is no trainer, or whose attributes are not those of TRL 1.16."""
     if seam is None and not isinstance(trainer, upstream.GRPOTrainer | upstream.RLOOTrainer):
-        names = ", ".join(sorted(("GRPOTrainer", "RLOOTrainer", *SEAMS)))
+        names = ", ".join(sorted(("GRPOTrainer", "RLOOTrainer", *on_policy.SEAMS)))
         raise ConfigurationError(
             f"attach() takes one of trl's {names}; not a {type(trainer).__name__}; use "
             "RolloutGenerator.generate_batch in a loop of your own."

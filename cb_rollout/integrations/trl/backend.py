@@ -42,13 +42,13 @@ STEPS_WORTH_TRACE = 256
 # In a checkpoint's trainer_state.json, in the form of transformers' own callbacks.
 DRAWS = "cb_rollout"
 
-# Metrics of a rollout's turns that are added up; of the others the largest counts.
+# Of the metrics of a rollout's turns some are added up, some averaged over the turns' tokens; of
+# the others the largest counts.
 SUMMED = (
-    *("seconds", "tokens", "prefill_tokens", "prefill_tokens_saved", "preemptions"),
-    "images_encoded",
+    *("rollout/seconds", "rollout/tokens", "rollout/prefill_tokens", "rollout/preemptions"),
+    *("rollout/prefill_tokens_saved", "rollout/images_encoded"),
 )
-# Averaged over the turns' tokens.
-AVERAGED = ("log_kept_mass", "kept_tokens")
+AVERAGED = ("rollout/log_kept_mass", "rollout/kept_tokens")
 
 
 AttachedGenerator = RolloutGenerator | PooledGenerator | SavedRollouts
@@ -83,22 +83,16 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
             accelerator=trainer.accelerator,
             optimizer=_optimizer(trainer),
         )
-    limits, name = generator.manager.limits, "max_completion_length"
-    if not hasattr(trainer.args, name):
-        name = "max_new_tokens"
+    names, limits = ("max_completion_length", "max_new_tokens"), generator.manager.limits
+    name = next(name for name in names if hasattr(trainer.args, name))
     length = getattr(trainer.args, name)
-    for limit, holder, advice in (
-        (limits.max_positions, "the model takes", ""),
-        (
-            limits.max_cached_tokens(),
-            "the KV cache holds",
-            ", or raise num_blocks or max_memory_percent",
-        ),
-    ):
+    holders = ("the model takes", limits.max_positions), ("a cache has", limits.max_cached_tokens())
+    for holder, limit in holders:
         if limit is not None and length >= limit:
             raise ConfigurationError(
-                f"{name}={length} leaves no room for a prompt: {holder} at most "
-                f"{limit} tokens of one sequence; lower it in the trainer's config{advice}."
+                f"{name}={length} leaves no room for a prompt: {holder} at most {limit} "
+                "tokens of one sequence; lower it in the trainer's config; a cache grows with "
+                "num_blocks or max_memory_percent."
             )
     return generator
 
@@ -117,6 +111,16 @@ def attached_backend(trainer: Any) -> "GenerationBackend | None":
     return backend if isinstance(backend, GenerationBackend) else None
 
 
+def require_backend(trainer: Any, caller: str) -> "GenerationBackend":
+    """Return the backend of a trainer, or raise `ConfigurationError` if nothing is attached."""
+    if backend := attached_backend(trainer):
+        return backend
+    raise ConfigurationError(
+        f"{caller}: cb_rollout is not attached to this trainer; call cb_rollout.attach(trainer) "
+        "first."
+    )
+
+
 def trains_split_model(trainer: Any) -> bool:
     """Return whether the trainer's model is split over processes by tensor parallelism."""
     return tensor_parallel_group(unwrap(trainer.model)) is not None
@@ -126,7 +130,6 @@ class Collected(NamedTuple):
     """Groups that a strategy sampled before the trainer asked for them."""
 
     outputs: list[GenerationOutput]
-    """The groups' completions, group after group."""
     metrics: dict[str, float]
 
 
@@ -139,10 +142,9 @@ class RolloutContext:
     """Completions for the next prompts that the trainer asks for; None: sample them."""
     images: dict[str, list[Any]] = field(default_factory=dict)
     """Pictures of the prompts that have any, by the request's id."""
+    # Of each call of the engine.
     calls: list[list[GenerationOutput]] = field(default_factory=list)
-    """The outputs of each call of the engine."""
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
-    """Of each call of the engine."""
     step: int = 0
     """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
     rows: list[LossRow] = field(default_factory=list)
@@ -155,20 +157,17 @@ class RolloutContext:
         return list(chain(*self.calls))
 
     def metrics(self) -> dict[str, float]:
-        turns, combined = self.turn_metrics, {}
-        if not turns:
-            return combined
-        for turn in turns:
-            for name, value in turn.items():
-                combined[name] = max(value, combined.get(name, value))
-        for name in SUMMED:
-            combined[f"rollout/{name}"] = sum(turn[f"rollout/{name}"] for turn in turns)
-        num_tokens, seconds = combined["rollout/tokens"], combined["rollout/seconds"]
-        combined["rollout/tokens_per_second"] = num_tokens / seconds if seconds else 0.0
-        for name in (f"rollout/{name}" for name in AVERAGED):
-            if name in combined:
-                weighted = sum(turn[name] * turn["rollout/tokens"] for turn in turns)
-                combined[name] = weighted / num_tokens
+        turns = self.turn_metrics
+        combined: dict[str, float] = {}
+        for name in dict.fromkeys(chain.from_iterable(turns)):
+            having = [turn for turn in turns if name in turn]
+            values = [turn[name] for turn in having]
+            combined[name] = sum(values) if name in SUMMED else max(values)
+            if name in AVERAGED:
+                weighted = sum(turn[name] * turn["rollout/tokens"] for turn in having)
+                combined[name] = weighted / sum(turn["rollout/tokens"] for turn in having)
+        if seconds := combined.get("rollout/seconds"):
+            combined["rollout/tokens_per_second"] = combined["rollout/tokens"] / seconds
         return combined
 
 
@@ -191,7 +190,6 @@ class GenerationBackend(TrainerCallback):
         folder, rank = generator.config.save_rollouts, trainer.accelerator.process_index
         self._saver = None if folder is None else RolloutSaver(folder, rank)
         self.installed = ExitStack()
-        """Contexts that end when the trainer is detached."""
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""
         self.collector: GroupCollector | None = None
@@ -281,13 +279,10 @@ class GenerationBackend(TrainerCallback):
         num_generations: int,
         profiler: AbstractContextManager[Any] | None = None,
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """Generate one completion of every prompt, in order; equal prompts are prefilled once.
+        """Generate one completion of every prompt, which TRL repeats `num_generations` times.
 
-        TRL has repeated each prompt `num_generations` times already.
-
-        Returns:
-            Prompt ids; completion ids; for each token a list with the sampled one's
-            log-probability, and a list with its id.
+        Returns prompt ids; completion ids; for each token a list with the sampled one's
+        log-probability, and a list with its id.
         """
         inputs: list[Any] = prompts if images is None else _with_images(prompts, images)
         with profiler or nullcontext():

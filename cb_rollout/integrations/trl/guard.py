@@ -17,25 +17,12 @@ import torch
 
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.config import enums
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.enums import (
-    LogprobsMode,
-    Numerics,
-    OldLogps,
-    OnLogprobDrift,
-    SamplingMaskMode,
-)
 from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.numerics.agreement import (
-    NUM_MEASURED,
-    TYPICAL_MULTIPLE,
-    agrees,
-    computed_in,
-    is_measurable,
-    overall_noise,
-)
+from cb_rollout.engine.numerics import agreement
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.backend import AttachedGenerator
@@ -54,6 +41,13 @@ MAX_CLIPPED_SHARE = 0.01
 # Tokens before a difference that are audited with it.
 NUM_BEFORE = 16
 
+# Metrics that are fields of a `DriftReport`.
+LOGGED = (
+    *("rollout/logprob_drift_max", "rollout/logprob_drift_mean", "rollout/logprob_drift_k1"),
+    *("rollout/logprob_drift_k3", "rollout/logprob_drift_chi_squared"),
+    "rollout/logprob_drift_effective_sample_size",
+)
+
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
 
@@ -69,10 +63,6 @@ class ComparedRow(NamedTuple):
     """Indices of the completion's tokens that are compared."""
     sampled: list[float]
     trained: list[float]
-
-    def agrees(self, noise: torch.Tensor) -> bool:
-        """Return whether rounding, `[1]`, explains the differences."""
-        return bool(agrees([torch.tensor(self.sampled)], [torch.tensor(self.trained)], noise))
 
     def first_difference(self, limit: float, temperature: float) -> GenerationOutput | None:
         """Return the tokens around the first difference beyond `limit`, in nats.
@@ -117,9 +107,9 @@ class LogprobGuard:
         self._num_rollouts = 0
         self.is_due = False
         """True until this rollout's log-probabilities were compared."""
-        self._is_auto = config.old_logps == OldLogps.AUTO
+        self._is_auto = config.old_logps == enums.OldLogps.AUTO
         self._was_said = False
-        self.is_trusted = config.old_logps == OldLogps.ROLLOUT
+        self.is_trusted = config.old_logps == enums.OldLogps.ROLLOUT
         """True: sampled log-probabilities are used as the old ones."""
 
     @property
@@ -173,22 +163,15 @@ class LogprobGuard:
             ]
             pair = ([nats[t] for t in positions] for nats in (row.logprobs, values))
             compared[f"row {number}, {row.name}"] = ComparedRow(row, positions, *pair)
-        some = chosen[:NUM_MEASURED]
-        measured = list(compared.values())[:NUM_MEASURED]
+        some = chosen[: agreement.NUM_MEASURED]
+        measured = list(compared.values())[: agreement.NUM_MEASURED]
         noise = self._noise(measured, trained_BT, batch.at(some, len(some)))
         sampled = {name: row.sampled for name, row in compared.items()}
         trained = {name: row.trained for name, row in compared.items()}
         report = drift(sampled, trained, float(noise))
         worst = compared.get(report.request_id)
         if worst is not None:
-            metrics: dict[str, float] = {
-                "rollout/logprob_drift_max": report.max,
-                "rollout/logprob_drift_mean": report.mean,
-                "rollout/logprob_drift_k1": report.k1,
-                "rollout/logprob_drift_k3": report.k3,
-                "rollout/logprob_drift_chi_squared": report.chi_squared,
-                "rollout/logprob_drift_effective_sample_size": report.effective_sample_size,
-            }
+            metrics = {name: getattr(report, name.rpartition("drift_")[2]) for name in LOGGED}
             if report.first_position is not None:
                 position = worst.positions[report.first_position]
                 metrics["rollout/logprob_drift_first_token"] = position
@@ -224,10 +207,11 @@ class LogprobGuard:
         positions = [compared.positions for compared in some]
         num_tokens = sum(len(c.row.prompt_ids) + len(c.row.completion_ids) for c in some)
         precise = None
-        if (is_coarse or is_measurable(model, num_tokens)) and not shards_models(accelerator):
+        is_measured = is_coarse or agreement.is_measurable(model, num_tokens)
+        if is_measured and not shards_models(accelerator):
             higher = torch.float32 if is_coarse else torch.float64
-            precise = computed_in(higher, lambda: _at(self._recompute(batch), positions))
-        return overall_noise(_at(trained_BT, positions), precise, dtype)
+            precise = agreement.computed_in(higher, lambda: _at(self._recompute(batch), positions))
+        return agreement.overall_noise(_at(trained_BT, positions), precise, dtype)
 
     def _choose(
         self, compared: Sequence[ComparedRow], noise: torch.Tensor, batch: LossBatch
@@ -238,22 +222,23 @@ class LogprobGuard:
         """
         sampled = [torch.tensor(row.sampled) for row in compared]
         trained = [torch.tensor(row.trained) for row in compared]
-        agreement = agrees(sampled, trained, noise.expand(len(compared)))
+        found = agreement.agrees(sampled, trained, noise.expand(len(compared)))
         log_ratios = [ours - theirs for ours, theirs in zip(trained, sampled, strict=True)]
         clipped = _clipped_share(self._trainer, log_ratios)
-        is_here = bool(compared) and bool(agreement) and clipped <= MAX_CLIPPED_SHARE
+        is_here = bool(compared) and bool(found) and clipped <= MAX_CLIPPED_SHARE
         self.is_trusted = not largest_of_all(self._trainer.accelerator, float(not is_here))
         if self.is_trusted or is_here or not compared or self._was_said:
             return
         self._was_said = True
-        reason, said = f"sampled log-probabilities are off the trainer's by {agreement}", ""
-        if not agreement:
-            differing = [row for row in compared if not row.agrees(noise)]
-            _, said = self._audited(batch, differing, TYPICAL_MULTIPLE * float(noise))
+        reason, said = f"sampled log-probabilities are off the trainer's by {found}", ""
+        if not found:
+            rows = zip(compared, sampled, trained, strict=True)
+            differing = [row for row, a, b in rows if not agreement.agrees([a], [b], noise)]
+            _, said = self._audited(batch, differing, agreement.TYPICAL_MULTIPLE * float(noise))
         else:
             reason = (
                 f"rounding alone would clip {clipped:.0%} of the ratios (epsilon="
-                f"{self._trainer.epsilon_low:g}, and {agreement.noise:.2g} nats of rounding)"
+                f"{self._trainer.epsilon_low:g}, and {found.noise:.2g} nats of rounding)"
             )
         warnings.warn(
             f"old_logps='auto': {reason}; old ones are recomputed by the trainer.{said}",
@@ -268,7 +253,7 @@ class LogprobGuard:
         rows: Sequence[ComparedRow],
     ) -> None:
         allowed = self._config.max_logprob_drift
-        if allowed is None and self._config.numerics == Numerics.BITWISE:
+        if allowed is None and self._config.numerics == enums.Numerics.BITWISE:
             allowed = 0.0
         if allowed is None or largest_of_all(self._trainer.accelerator, report.max) <= allowed:
             return
@@ -276,7 +261,7 @@ class LogprobGuard:
         if worst is not None and report.max > allowed:
             message = self._description(report, worst)
         message += f", max_logprob_drift={allowed:.3g}; "
-        if self._config.on_logprob_drift == OnLogprobDrift.RAISE:
+        if self._config.on_logprob_drift == enums.OnLogprobDrift.RAISE:
             message += "raise it, or look for what changes the forward between rollout and loss."
             audited, said = self._audited(batch, rows, allowed)
             raise LogprobDriftError(message + said, audited)
@@ -360,16 +345,16 @@ def _clipped_share(trainer: Any, log_ratios: Sequence[torch.Tensor]) -> float:
 
 def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:
     """Return True if sampled and recomputed log-probabilities are of one distribution."""
-    if config.sampling_mask == SamplingMaskMode.REPLAY:
+    if config.sampling_mask == enums.SamplingMaskMode.REPLAY:
         return True
-    return config.logprobs_mode == LogprobsMode.POLICY or not params.is_processed
+    return config.logprobs_mode == enums.LogprobsMode.POLICY or not params.is_processed
 
 
 def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> None:
     """Refuse settings under which the old log-probabilities are of another distribution."""
-    if config.sampling_mask == SamplingMaskMode.REPLAY and params.is_adjusted:
+    if config.sampling_mask == enums.SamplingMaskMode.REPLAY and params.is_adjusted:
         raise refused("replay, adjusted")
-    if config.old_logps == OldLogps.ROLLOUT and not are_comparable(config, params):
+    if config.old_logps == enums.OldLogps.ROLLOUT and not are_comparable(config, params):
         raise refused("sampled old logps, processed")
 
 
@@ -378,7 +363,7 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
     effect = "nothing corrects for it"
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     # The trainer's ratios are of the distribution that was sampled from.
-    if corrects and config.logprobs_mode == LogprobsMode.PROCESSED:
+    if corrects and config.logprobs_mode == enums.LogprobsMode.PROCESSED:
         effect = "the importance-sampling correction multiplies the difference into the loss"
     biases = []
     if params.temperature != trainer.temperature:
@@ -387,7 +372,7 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
             f"logits by {trainer.temperature:g}: its ratios are of another policy. Set temperature "
             "in the trainer's config instead."
         )
-    if params.is_truncated and config.sampling_mask != SamplingMaskMode.REPLAY:
+    if params.is_truncated and config.sampling_mask != enums.SamplingMaskMode.REPLAY:
         truncations, bound = _truncations(params, trainer.args.max_completion_length)
         biases.append(
             f"{truncations}: completions are sampled from part of the distribution{bound}, the "

@@ -10,8 +10,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from cb_rollout.compat import multimodal
-from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.compat.multimodal import is_processor, placeholder_token_ids
 from cb_rollout.engine.images.processor import has_image_parts, is_chat
 from cb_rollout.engine.images.prompt_images import PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError
@@ -66,12 +65,12 @@ def image_arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in IMAGE_ARGUMENTS if batch.get(name) is not None}
 
 
-def of_rows(arguments: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Any]:
+def of_rows(arguments: Mapping[str, Any], numbers: list[int]) -> dict[str, Any]:
     """Return a forward's arguments, those of images for the rows at `numbers` alone."""
     chosen = divided_images(arguments)
     for name, value in image_arguments(chosen).items():
         is_list = isinstance(value, list)
-        chosen[name] = [value[n] for n in numbers] if is_list else value[list(numbers)]
+        chosen[name] = [value[n] for n in numbers] if is_list else value[numbers]
     return joined_images(chosen)
 
 
@@ -97,7 +96,7 @@ def rows_with_images(
 
     `cuts_images` says of which kinds of images a forward may begin between them.
     """
-    placeholders = multimodal.placeholder_token_ids(model)
+    placeholders = placeholder_token_ids(model)
     divided = {n: v for n, v in divided_images(arguments).items() if n not in COUNTS}
     counts = arguments.get("num_images") or [1] * len(rows)
     sequences = [[*row.prompt_ids, *row.completion_ids] for row in rows]

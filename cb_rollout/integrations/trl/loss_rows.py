@@ -1,12 +1,9 @@
 """Keep one record of each row of a trainer's batch, and run the trainer's own forward of the rows.
 
-A row is a prompt and a completion. With tools a completion alternates between sampled spans and
-tool results, and each sampled span is the end of one request's output.
-
-The forward replays the experts and the sampling masks of a rollout: "Keep Routing" and "Keep
-Sampling Mask" in DeepSeek-V3.2's report. TRL's forward never has the logits that a sampling mask
-needs, so the model's is run instead: a micro-batch's logits of the completion exist whole. The
-trainer's thread alone reads and writes this.
+A row is a prompt and a completion: with tools, sampled spans, each the end of one request's output,
+between tool results. The forward replays the experts and the sampling masks of a rollout: "Keep
+Routing" and "Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's forward never has the logits that
+a mask needs, so the model's is run instead. The trainer's thread alone reads and writes this.
 
 B: rows of a batch, S: prompt and completion, T: tokens of a completion, V: vocabulary, N: B x T, L:
 routers, K: experts of a token.
@@ -57,7 +54,6 @@ class LossRow:
     request_id: str | None = None
     """Of its last request; None: the attached generator did not sample it."""
     finish_reason: FinishReason | None = None
-    """Of that request."""
     is_stopped: bool = False
     """True: its last token was sampled here and finished the request with STOP."""
     sampling_mask: list[Any] | None = None
@@ -86,11 +82,9 @@ class LossBatch:
     attention_mask: torch.Tensor
     """(B, S), int64."""
     logits_to_keep: int
-    """T."""
     batch_size: int | None = None
     """Rows in one forward of the trainer; None: all."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """TRL's other arguments."""
     rows: Sequence[LossRow] = ()
     """Empty: the batch was not generated here."""
     advantages: torch.Tensor | None = None
@@ -108,7 +102,6 @@ class LossBatch:
 
     @property
     def completion_mask(self) -> torch.Tensor:
-        """Return (B, T)."""
         return self.attention_mask[:, -self.logits_to_keep :]
 
     @property
@@ -188,8 +181,8 @@ def loss_rows(
     """Return the rows that a trainer's `_generate` returned, by all outputs of its rollout.
 
     GRPO returns prompt ids, completion ids, tool mask, completions, log-probabilities and more;
-    RLOO prompt ids, completion ids and completions. `is_in_order`: output `n` is row `n`.
-    `replays`: log-probabilities are taken over the sampling masks.
+    RLOO the first two and completions. `is_in_order`: output `n` is row `n`. `replays`:
+    log-probabilities are taken over the sampling masks.
     """
     prompts, completions = generated[0], generated[1]
     is_grpo = len(generated) > 3
@@ -308,8 +301,7 @@ Forward = Callable[[Any, LossBatch], Result]
 class OwnForward:
     """The forward that the trainer would run; other forwards are compared with it.
 
-    Made before the trainer's method is replaced. The routers are those of the model that generates;
-    the trained model has them too. None: routers choose for themselves.
+    Made before the trainer's method is replaced. `routers` None: they choose for themselves.
     """
 
     def __init__(self, trainer: Any, routers: Routers | None) -> None:
@@ -335,14 +327,8 @@ class OwnForward:
         )
 
     def plain(self, model: Any, batch: LossBatch) -> Result:
-        return self._logprobs(
-            model,
-            batch.input_ids,
-            batch.attention_mask,
-            batch.logits_to_keep,
-            batch.batch_size,
-            **batch.settings,
-        )
+        padded = batch.input_ids, batch.attention_mask, batch.logits_to_keep
+        return self._logprobs(model, *padded, batch.batch_size, **batch.settings)
 
     def _masked(self, model: Any, batch: LossBatch) -> Result:
         T = batch.logits_to_keep

@@ -31,7 +31,6 @@ class GenerationSeam:
     attributes: dict[str, Any] = field(default_factory=dict)
     """Attributes with which they ask `vllm_generation`; empty: they call the model's `generate`."""
     synced_step: str = "_last_loaded_step"
-    """Attribute with the step at which the trainer synced last."""
 
 
 _LOADED = {"use_vllm": True, "vllm_mode": GENERATION_MODE}

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
-from cb_rollout.compat.multimodal import is_processor
+from cb_rollout.compat.multimodal import image_argument_names, is_processor
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import SavedBytes, compute_dtype, without_dropout
 from cb_rollout.config.combinations import refused
@@ -32,12 +31,8 @@ from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
-from cb_rollout.integrations.trl.images import (
-    IMAGE_ARGUMENTS,
-    PIXELS,
-    image_arguments,
-    rows_with_images,
-)
+from cb_rollout.integrations.trl import images
+from cb_rollout.integrations.trl.images import IMAGE_ARGUMENTS
 from cb_rollout.integrations.trl.loss_rows import Forward, LossBatch, Result
 from cb_rollout.packing.batch import (
     PackedBatch,
@@ -113,7 +108,7 @@ class PackedScores:
         """
         device, inner = next(self.model.parameters()).device, hf_compat.unwrap(self.model)
         others = sorted(set(range(len(self.rows))) - set(trained))
-        names = multimodal.image_argument_names(inner)
+        names = image_argument_names(inner)
         has_gradient, layout = torch.is_grad_enabled(), self.layout
 
         def packed(numbers: Sequence[int]) -> list[PackedBatch]:
@@ -195,7 +190,7 @@ class PackedLoss:
         routers: Routers | None = None,
         *,
         packing_obstacle: str,
-        cuts_images: Mapping[tuple[bool, bool], bool],
+        cuts_images: Mapping[tuple[bool, bool], bool] | None = None,
     ) -> None:
         """Pack what the trainer scores.
 
@@ -203,7 +198,7 @@ class PackedLoss:
         replay the experts of the rollout; None: they choose for themselves. `cuts_images` says of
         which kinds of images a forward may begin between them.
         """
-        self._cuts_images = cuts_images
+        self._cuts_images = {} if cuts_images is None else cuts_images
         self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
@@ -245,7 +240,7 @@ class PackedLoss:
         has_images = False
         if self._takes_images:
             # Processes compare two forwards together.
-            own_images = batch.settings.get(PIXELS) is not None
+            own_images = batch.settings.get(images.PIXELS) is not None
             has_images = largest_of_all(self._trainer.accelerator, own_images) > 0
         layout = self._layouts[has_images]
         if layout is None:
@@ -419,8 +414,9 @@ def _rows_of_batch(
     if cuts_images is None:
         return rows, None
     try:
-        images = image_arguments(batch.settings)
-        return rows_with_images(model, rows, images, batch.logits_to_keep, cuts_images), None
+        arguments = images.image_arguments(batch.settings)
+        size = batch.logits_to_keep
+        return images.rows_with_images(model, rows, arguments, size, cuts_images), None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - any error is the reason

@@ -149,9 +149,8 @@ def _policy_versions(row: LossRow) -> list[tuple[int, int]]:
 
 
 def _thumbnail(picture: Any) -> bytes:
-    small = picture.convert("RGB")
+    small, file = picture.convert("RGB"), io.BytesIO()
     small.thumbnail((MAX_IMAGE_SIDE, MAX_IMAGE_SIDE))
-    file = io.BytesIO()
     small.save(file, "PNG")
     return file.getvalue()
 
@@ -159,8 +158,5 @@ def _thumbnail(picture: Any) -> bytes:
 def _without_repeats(prompt_ids: Sequence[int], tokenizer: Any) -> list[int]:
     """Return a prompt with a single placeholder for each image."""
     placeholders = image_token_ids(tokenizer) if is_processor(tokenizer) else frozenset()
-    return [
-        token
-        for before, token in zip([None, *prompt_ids], prompt_ids, strict=False)
-        if token not in placeholders or token != before
-    ]
+    runs = groupby(prompt_ids)
+    return [t for token, run in runs for t in ([token] if token in placeholders else run)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.integrations.trl.backend import GenerationBackend, attached_backend
+from cb_rollout.integrations.trl.backend import GenerationBackend, require_backend
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.generator import RolloutGenerator, measured
 from cb_rollout.rollout.trajectories import Sample
@@ -25,20 +25,15 @@ def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutF
     """Make a `rollout_func` for `GRPOTrainer` that samples one completion of every prompt.
 
     Pass it to the trainer as it is, or call it, once or for each turn, from a function of your own.
-    TRL repeats each prompt for every completion it wants; equal prompts are prefilled once. The
-    trainer must be attached when it trains.
-
-    Args:
-        sampling_params: None: the trainer's.
+    The trainer must be attached when it trains. `sampling_params` None: the trainer's.
 
     Returns:
         A function of prompts (texts, chats or token ids) and the trainer, which returns
-        `prompt_ids`, `completion_ids` and `logprobs`, one list for each prompt. It raises
-        `ConfigurationError` where nothing is attached.
+        `prompt_ids`, `completion_ids` and `logprobs`, one list for each prompt.
     """
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        backend = _backend_of(trainer)
+        backend = require_backend(trainer, "make_rollout_func")
         ids = prompts
         if prompts and not all(_are_token_ids(prompt) for prompt in prompts):
             ids, _, _ = trainer._tokenize_prompts(prompts)
@@ -57,24 +52,20 @@ def make_agent_rollout(
 ) -> RolloutFunc:
     """Make a `rollout_func` of an agent that knows only an OpenAI base URL.
 
-    The policy is served on this machine, with a base URL for each completion that the trainer
-    wants. Trained on are the tokens that the engine sampled, as it sampled them. The agent leaves
-    sampling parameters out: its requests are sampled as the trainer's. Where it rewrites its
-    history, the part with the most sampled tokens is trained on.
+    The policy is served on this machine, with a base URL for each completion. Trained on are the
+    sampled tokens; where an agent rewrites its history, the part that has the most of them. The
+    agent leaves sampling parameters out: they are the trainer's. With `reward_funcs=agent_reward`
+    the rewards are the agents'.
 
     Args:
         agent: called as `agent(base_url, prompt)`, in a thread of its own. Returns the reward; or
-            None, and somebody POSTs it to `/sessions/ID/end`, before or after. An exception ends
-            the training.
+            None, and somebody POSTs it to `/sessions/ID/end`. An exception ends the training.
         num_threads: agents that run together.
         timeout_seconds: longest request of an agent, and longest wait for a reward.
-
-    Returns:
-        A function for `GRPOTrainer`. With `reward_funcs=agent_reward` the rewards are the agents'.
     """
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        backend = _backend_of(trainer)
+        backend = require_backend(trainer, "make_agent_rollout")
         generator = backend.generator
         if not isinstance(generator, RolloutGenerator):
             raise ConfigurationError(
@@ -131,16 +122,6 @@ def _log_left_out(backend: GenerationBackend, sessions: Sequence[Sequence[Sample
     counts = [sorted(map(_num_sampled, samples)) for samples in sessions]
     left_out = sum(sum(count[:-1]) for count in counts) / sum(map(sum, counts))
     backend.log({"rollout/agent_tokens_left_out": left_out}, backend.context.mode)
-
-
-def _backend_of(trainer: Any) -> GenerationBackend:
-    backend = attached_backend(trainer)
-    if backend is None:
-        raise ConfigurationError(
-            "this rollout_func samples by the attached engine; call cb_rollout.attach(trainer) "
-            "before train()."
-        )
-    return backend
 
 
 def _are_token_ids(prompt: Any) -> bool:

@@ -1,22 +1,21 @@
 """Replace the trainer's methods between rollout and loss; choose its old log-probabilities.
 
 Each public method of `TrainerScoring` replaces a method of the trainer and calls the original.
-Truncated completions are those of a finish reason: TRL 1.16 looks at the last token, and takes a
-completion for whole if that is an end-of-sequence token of the trainer, or padding. Stop strings,
-other stop tokens and a `rollout_func`'s sampling parameters break that test. Called by the trainer,
-on its thread.
+TRL 1.16 takes a completion for whole if its last token is an end-of-sequence token of the trainer,
+or padding. Stop strings, other stop tokens and a `rollout_func`'s sampling parameters break that
+test; the finish reason does not. Called by the trainer, on its thread.
 
 B: rows of a batch, T: tokens of a completion.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.transformers import unwrap
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
@@ -65,60 +64,6 @@ def require_known_ends(trainer: Any, params: SamplingParams) -> None:
         raise refused("masked, unknown stops", ended_by=ended_by)
 
 
-class TruncatedCompletions:
-    """Corrects the trainer's metrics and masks, where its test of the last token is wrong."""
-
-    def __init__(self, trainer: Any, params: SamplingParams) -> None:
-        self._trainer = trainer
-        has_rollout_func = getattr(trainer, "rollout_func", None) is not None
-        # The same in every process: the methods below exchange data between all of them.
-        self.is_needed = has_rollout_func or unknown_end(trainer, params) is not None
-
-    def are_truncated(self, rows: Sequence[LossRow]) -> list[bool]:
-        trainer = self._trainer
-        ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-        return [not row.is_stopped and row.completion_ids[-1] not in ends for row in rows]
-
-    def correct_metrics(self, rows: Sequence[LossRow]) -> None:
-        if not self.is_needed:
-            return
-        accelerator = self._trainer.accelerator
-        lengths = torch.tensor([sum(row.is_sampled) for row in rows], device=accelerator.device)
-        is_cut = torch.tensor(self.are_truncated(rows), device=accelerator.device)
-        lengths, is_cut = accelerator.gather(lengths), accelerator.gather(is_cut)
-        whole = torch.zeros(1) if is_cut.all() else lengths[~is_cut].float()
-        corrected = {
-            "clipped_ratio": is_cut.float().mean(),
-            "mean_terminated_length": whole.mean(),
-            "min_terminated_length": whole.min(),
-            "max_terminated_length": whole.max(),
-        }
-        metrics = self._trainer._metrics["train" if self._trainer.model.training else "eval"]
-        for name, value in corrected.items():
-            metrics[f"completions/{name}"][-1] = value.item()
-
-    @contextmanager
-    def unmasked(self) -> Iterator[bool]:
-        """Keep the trainer from masking inside, and yield whether `mask` must be called after."""
-        trainer = self._trainer
-        before = trainer.mask_truncated_completions
-        is_due = self.is_needed and before
-        trainer.mask_truncated_completions = before and not is_due
-        try:
-            yield is_due
-        finally:
-            trainer.mask_truncated_completions = before
-
-    def mask(self, batch: dict[str, Any], rows: Sequence[LossRow]) -> None:
-        """Mask truncated completions as the trainer would, and count the remaining tokens."""
-        is_whole_B1 = ~torch.tensor(self.are_truncated(rows)).unsqueeze(1)
-        for name in ("completion_mask", "tool_mask"):
-            if name in batch:
-                batch[name] = batch[name] * is_whole_B1.to(batch[name].device).int()
-        num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
-        batch["num_items_in_batch"] = self._trainer.accelerator.gather(num_items).sum()
-
-
 class TrainerScoring:
     """Scoring of a trainer's rollouts."""
 
@@ -135,7 +80,9 @@ class TrainerScoring:
         config, manager, routers = generator.config, generator.manager, generator.manager.routers
         self._replays = config.sampling_mask == SamplingMaskMode.REPLAY
         self._guard = LogprobGuard(trainer, generator, self._policy_logprobs)
-        self._truncation = TruncatedCompletions(trainer, manager.defaults)
+        has_rollout_func = getattr(trainer, "rollout_func", None) is not None
+        # The same in every process: the corrections exchange data between all of them.
+        self._corrects_ends = has_rollout_func or unknown_end(trainer, manager.defaults) is not None
         self._packed: PackedLoss | None = None
         if config.loss_forward == LossForward.PACKED:
             if isinstance(generator, RolloutGenerator):
@@ -179,7 +126,8 @@ class TrainerScoring:
             is_in_order=in_order,
             replays=self._replays,
         )
-        self._truncation.correct_metrics(context.rows)
+        if self._corrects_ends:
+            self._correct_metrics(context.rows)
         if self._replays:
             require_sampled_here(context.rows, "sampling_mask='replay'", "sampling_mask='ignore'")
         if self._counts is not None:
@@ -212,12 +160,14 @@ class TrainerScoring:
         # As TRL 1.16's scoring decides; RLOO's always asks.
         corrects = getattr(trainer, "vllm_importance_sampling_correction", True)
         self._asks_old_logprobs = not updates_once(trainer) or corrects
+        is_masked, is_wrong = trainer.mask_truncated_completions, self._corrects_ends
         try:
-            with self._truncation.unmasked() as is_mask_due:
+            # The trainer would mask by its own test of the last token.
+            with replacing([(trainer, "mask_truncated_completions", is_masked and not is_wrong)]):
                 batch = self._generate_and_score(inputs)
             assert not self._asks_old_logprobs, "the trainer did not ask for old logprobs"
-            if is_mask_due:
-                self._truncation.mask(batch, context.rows)
+            if is_masked and is_wrong:
+                self._mask_truncated(batch, context.rows)
             scored = LossBatch.scored(batch, context.rows)
             with torch.no_grad():
                 # Verifies by an extra forward, where the trainer needed none.
@@ -252,6 +202,35 @@ class TrainerScoring:
                 "each token of the longest completion."
             )
         return advantages_BT.to(advantages_B)
+
+    def _are_truncated(self, rows: Sequence[LossRow]) -> torch.Tensor:
+        ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
+        is_cut = [not row.is_stopped and row.completion_ids[-1] not in ends for row in rows]
+        return torch.tensor(is_cut, device=self._trainer.accelerator.device)
+
+    def _correct_metrics(self, rows: Sequence[LossRow]) -> None:
+        """Correct what the trainer logged by its test of the last token."""
+        accelerator = self._trainer.accelerator
+        lengths = torch.tensor([sum(row.is_sampled) for row in rows], device=accelerator.device)
+        lengths, is_cut = accelerator.gather((lengths, self._are_truncated(rows)))
+        whole = torch.zeros(1) if is_cut.all() else lengths[~is_cut].float()
+        corrected = {
+            "clipped_ratio": is_cut.float().mean(),
+            "mean_terminated_length": whole.mean(),
+            "min_terminated_length": whole.min(),
+            "max_terminated_length": whole.max(),
+        }
+        for name, value in corrected.items():
+            self._metrics[f"completions/{name}"][-1] = value.item()
+
+    def _mask_truncated(self, batch: dict[str, Any], rows: Sequence[LossRow]) -> None:
+        """Mask truncated completions as the trainer would, and count the remaining tokens."""
+        is_whole_B1 = ~self._are_truncated(rows).unsqueeze(1)
+        for name in ("completion_mask", "tool_mask"):
+            if name in batch:
+                batch[name] = batch[name] * is_whole_B1.to(batch[name].device).int()
+        num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
+        batch["num_items_in_batch"] = self._trainer.accelerator.gather(num_items).sum()
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
         """Replace `compute_loss`: give the forward inside the records of its rows."""

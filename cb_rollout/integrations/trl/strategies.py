@@ -1,22 +1,19 @@
 """Choose the data set rows of a trainer's batch by a strategy.
 
-TRL fixes a batch's prompts before it generates. A strategy changes that in one step or both:
-
-- Before: groups are sampled ahead, of the batch's rows and of others. The trainer then scores a
-  batch of the rows whose groups were complete first, and is given those completions.
-- After: groups without an advantage are replaced. The trainer generates and scores once more, and
-  whole groups of that go into the batch.
+TRL fixes a batch's prompts before it generates. A strategy samples groups ahead, of the batch's
+rows and of others: the trainer scores those that were complete first. Or it replaces scored groups
+without an advantage: the trainer generates and scores others.
 
 Each data-parallel process samples ahead by itself, of its own share of the data set. Groups that a
-process has to spare after scoring go to the processes that lack some.
-
-Called by the trainer, on its thread.
+process has to spare after scoring go to the processes that lack some. Called by the trainer, on its
+thread.
 """
 
 import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,18 +22,14 @@ from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import OldLogps, ReleaseCache
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray.pool import PooledGenerator
+from cb_rollout.integrations.trl import images, upstream
 from cb_rollout.integrations.trl.backend import (
     Collected,
     GenerationBackend,
-    attached_backend,
+    require_backend,
     trains_split_model,
 )
-from cb_rollout.integrations.trl.images import (
-    TOKEN_TYPES,
-    divided_images,
-    joined_images,
-    tokenized,
-)
+from cb_rollout.integrations.trl.on_policy import seam_of
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
@@ -54,9 +47,6 @@ MIXES_GROUPS = (
     ("multi_objective_aggregation", "normalize_then_sum"),
     ("normalize_advantages", True),
 )
-
-# Of GRPO, and of RLOO.
-OWN_SETTINGS = ("multi_objective_aggregation", "normalize_advantages")
 
 # GRPO's key for the completion tokens of all processes; RLOO has none.
 NUM_ITEMS = "num_items_in_batch"
@@ -78,20 +68,14 @@ LOGGED = (
 def use_strategy(trainer: Any, strategy: Strategy) -> None:
     """Make a GRPO or RLOO trainer sample its training batches by a strategy, not its evaluations.
 
-    A further call replaces the strategy. `Plain()` removes it, and so does `detach`.
-
-    Args:
-        trainer: attached, and not training.
-        strategy: `OverSampling`, `DynamicSampling`, `PartialRollouts`, one that combines them, or
-            `Plain`.
+    A further call replaces the strategy; `Plain()` removes it, and so does `detach`. The trainer is
+    attached, and not training.
 
     Raises:
         ConfigurationError: TRL's batch cannot hold the strategy's groups, or a setting of the
             trainer excludes it.
     """
-    backend = attached_backend(trainer)
-    if backend is None:
-        raise ConfigurationError("use_strategy takes an attached trainer; call attach first.")
+    backend = require_backend(trainer, "use_strategy")
     is_plain = isinstance(strategy, Plain)
     if not is_plain:
         if isinstance(backend.generator, SavedRollouts):
@@ -184,8 +168,8 @@ class TrainerStrategy:
     def _prompts(self) -> Iterator[Example]:
         while True:
             row = self._offered.popleft() if self._offered else next(self._other_rows)
-            ids, images = tokenized(self._trainer, row)
-            yield {"prompt": ids, "row": row} | ({"images": images} if images else {})
+            ids, pictures = images.tokenized(self._trainer, row)
+            yield {"prompt": ids, "row": row} | ({"images": pictures} if pictures else {})
 
     def _repeated(self, rows: list[Example]) -> list[Example]:
         return [dict(row) for row in rows for _ in range(self._trainer.num_generations)]
@@ -203,7 +187,7 @@ def _shuffled_rows(trainer: Any) -> Iterator[Example]:
 
 def _groups_of(batch: Batch, size: int) -> list[Batch]:
     num_rows = len(batch["advantages"])
-    batch = divided_images(batch)
+    batch = images.divided_images(batch)
     for name, value in batch.items():
         if _is_scalar(value):
             continue
@@ -225,7 +209,7 @@ def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
             "data set an image, or use Plain()."
         )
     names = [name for name, value in groups[0].items() if not _is_scalar(value)]
-    return joined_images({name: _stacked(name, groups, pad_token_id) for name in names})
+    return images.joined_images({name: _stacked(name, groups, pad_token_id) for name in names})
 
 
 def _is_scalar(value: Any) -> bool:
@@ -235,8 +219,9 @@ def _is_scalar(value: Any) -> bool:
 def _stacked(name: str, groups: Sequence[Batch], pad_token_id: int) -> Any:
     """Return a column of all groups, padded to the widest prompt and the widest completion."""
     values = [group[name] for group in groups]
+    rows = list(chain.from_iterable(values))
     if isinstance(values[0], list):
-        return [row for rows in values for row in rows]
+        return rows
     if values[0].dim() == 1:
         return torch.cat(values)
     if values[0].dim() > 2 and len({tensor.shape[1:] for tensor in values}) > 1:
@@ -244,24 +229,15 @@ def _stacked(name: str, groups: Sequence[Batch], pad_token_id: int) -> Any:
             f"dynamic sampling cannot join {name} of other sizes; give every row of the data set "
             "as many images, or use Plain()."
         )
-    left = right = [0] * len(groups)
-    if name in TOKEN_TYPES:
-        # Of prompt and completion, each padded on its own side.
-        left, right = (
-            _missing([g[key] for g in groups]) for key in ("prompt_ids", "completion_ids")
-        )
-    elif name in PROMPTS:
-        left = _missing(values)
-    else:
-        right = _missing(values)
     fill = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
-    sides = zip(values, left, right, strict=True)
-    return torch.cat([torch.nn.functional.pad(v, widths, value=fill) for v, *widths in sides])
-
-
-def _missing(values: Sequence[torch.Tensor]) -> list[int]:
-    width = max(tensor.shape[1] for tensor in values)
-    return [width - tensor.shape[1] for tensor in values]
+    if name not in images.TOKEN_TYPES:
+        return upstream.utils.pad(rows, fill, "left" if name in PROMPTS else "right")
+    # Of prompt and completion, each padded on its own side.
+    widths = [len(ids) for group in groups for ids in group["prompt_ids"]]
+    both = list(zip(rows, widths, strict=True))
+    prompts = upstream.utils.pad([row[:width] for row, width in both], fill, "left")
+    completions = upstream.utils.pad([row[width:] for row, width in both], fill)
+    return torch.cat([prompts, completions], dim=1)
 
 
 def _samples_ahead(strategy: Strategy) -> bool:
@@ -270,7 +246,7 @@ def _samples_ahead(strategy: Strategy) -> bool:
 
 def _require_place(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> None:
     name = type(strategy).__name__
-    if not any(hasattr(trainer, setting) for setting in OWN_SETTINGS):
+    if seam_of(trainer) is not None:
         raise ConfigurationError(
             f"{name} under {type(trainer).__name__}: use_strategy takes a GRPOTrainer or an "
             "RLOOTrainer; use a GroupCollector in a loop of your own."
@@ -283,17 +259,8 @@ def _require_place(trainer: Any, strategy: Strategy, backend: GenerationBackend)
             "advantage and no more; leave keeps() to DynamicSampling, or use a GroupCollector in a "
             "loop of your own."
         )
-    faults = _faults(trainer)
-    if strategy.max_dropped_groups:
-        faults |= {
-            f"{setting}={value!r}, which mixes groups": getattr(trainer, setting, None) == value
-            for setting, value in MIXES_GROUPS
-        }
-    if _samples_ahead(strategy):
-        faults |= _faults_ahead(trainer, backend, carries=strategy.carries)
-    for fault, is_so in faults.items():
-        if is_so:
-            raise refused("strategy, batch", name=name, fault=fault)
+    for fault in _faults(trainer, strategy, backend):
+        raise refused("strategy, batch", name=name, fault=fault)
     if strategy.carries:
         config = backend.generator.config
         corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
@@ -301,35 +268,36 @@ def _require_place(trainer: Any, strategy: Strategy, backend: GenerationBackend)
             raise refused("strategy, carried tokens", name=name)
 
 
-def _faults(trainer: Any) -> dict[str, bool]:
-    """Return what excludes every strategy, and whether the trainer has it."""
+def _faults(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> Iterator[str]:
+    """Yield what of a trainer excludes a strategy."""
     args, num_generations = trainer.args, trainer.num_generations
     num_rows = args.per_device_train_batch_size * args.steps_per_generation
-    return {
-        f"a process's {num_rows} rows of a generation (per_device_train_batch_size x "
-        f"steps_per_generation), which are no multiple of num_generations={num_generations}": (
-            num_rows % num_generations != 0
-        ),
-        "a tensor-parallel model, whose processes must hold equal batches": (
-            trains_split_model(trainer)
-        ),
-        "a train_dataset without a length": not hasattr(trainer.train_dataset, "__len__"),
-    }
+    if num_rows % num_generations:
+        yield (
+            f"a process's {num_rows} rows of a generation (per_device_train_batch_size x "
+            f"steps_per_generation), which are no multiple of num_generations={num_generations}"
+        )
+    if trains_split_model(trainer):
+        yield "a tensor-parallel model, whose processes must hold equal batches"
+    if not hasattr(trainer.train_dataset, "__len__"):
+        yield "a train_dataset without a length"
+    for setting, value in MIXES_GROUPS if strategy.max_dropped_groups else ():
+        if getattr(trainer, setting, None) == value:
+            yield f"{setting}={value!r}, which mixes groups"
+    if _samples_ahead(strategy):
+        yield from _faults_ahead(trainer, strategy, backend)
 
 
-def _faults_ahead(trainer: Any, backend: GenerationBackend, *, carries: bool) -> dict[str, bool]:
-    """Return what excludes groups sampled ahead; RLOO has no tools."""
-    release_cache = backend.generator.config.release_cache
+def _faults_ahead(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> Iterator[str]:
+    """Yield what excludes groups sampled ahead; RLOO has no tools."""
     turns = "whose later turns begin when a batch is fixed"
-    rollout_func = getattr(trainer, "rollout_func", None)
-    return {
-        f"tools, {turns}": bool(getattr(trainer, "tools", None)),
-        f"environments, {turns}": getattr(trainer, "environment_factories", None) is not None,
-        "rollout_func, which samples for itself": rollout_func is not None,
-        "tensor_parallel_size above 1, whose processes take their batches together": (
-            backend.generator.manager.group is not None
-        ),
-        "release_cache='with_weights', after which no carried sequence could be cancelled": (
-            carries and release_cache == ReleaseCache.WITH_WEIGHTS
-        ),
-    }
+    if getattr(trainer, "tools", None):
+        yield f"tools, {turns}"
+    if getattr(trainer, "environment_factories", None) is not None:
+        yield f"environments, {turns}"
+    if getattr(trainer, "rollout_func", None) is not None:
+        yield "rollout_func, which samples for itself"
+    if backend.generator.manager.group is not None:
+        yield "tensor_parallel_size above 1, whose processes take their batches together"
+    if strategy.carries and backend.generator.config.release_cache == ReleaseCache.WITH_WEIGHTS:
+        yield "release_cache='with_weights', after which no carried sequence could be cancelled"

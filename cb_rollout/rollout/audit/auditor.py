@@ -17,15 +17,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.numerics.agreement import (
-    LARGEST_MULTIPLE,
-    NUM_MEASURED,
-    ROUNDING,
-    agrees,
-    computed_in,
-    is_measurable,
-    overall_noise,
-)
+from cb_rollout.engine.numerics import agreement
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.packing.batch import PackedRow
@@ -71,27 +63,25 @@ def audit(
 ) -> AuditReport:
     """Name the cause of a difference between reported and recomputed log-probabilities.
 
-    Sequences are scored by plain forwards of `model`, in its mode for evaluation and without
-    gradients, under each hypothesis that the arguments allow. Nothing is written to the model. Call
+    Sequences are scored by plain forwards of `model`, in evaluation mode, without gradients. Call
     it under the autocast, if any, that the trainer scores in. Takes 30 to 45 forwards of the chosen
     sequences, and holds their logits: 4 bytes * `max_tokens` * vocabulary.
 
     Args:
-        outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids`, at least one
+        outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids`,
             `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`. If
             none has `logprobs`, the tokens alone are tested, as draws from the model.
         model: the trainer's causal language model as it was when it sampled, plain or wrapped by
             PEFT, DDP or accelerate, on one device.
         versions: earlier weights by name or number: a state dict of the model or of its adapter, or
-            a callable without arguments that returns one, called once. All are held at a time.
-        tokenizer: of the model; None: causes that need one are not tested, as a retokenised prompt.
-        engine: the generator that sampled, if it is one of this package. Its tokenizer and its
-            `logprobs_mode` count where none is given here, its copy of the weights is a version.
+            a callable that returns one. All are held at a time.
+        tokenizer: None: causes that need one are not tested, as a retokenised prompt.
+        engine: the generator of this package that sampled. Its tokenizer and `logprobs_mode` are
+            the defaults, its copy of the weights is a version.
         sampling_params: truncation and penalties that tokens were sampled with. None: not known, so
             common values are tried, and draws are tested without them.
-        logprobs_mode: a `LogprobsMode`: what the trainer takes the numbers for. "policy", the
-            default: of the whole vocabulary at the temperature; "processed": after penalties and
-            truncation too.
+        logprobs_mode: what the trainer takes the numbers for: "policy", the default, is of the
+            whole vocabulary at the temperature; "processed" after penalties and truncation too.
         num_sequences: most sequences to score, evenly chosen.
         max_tokens: most generated tokens to score in all. A sequence that alone has more is cut.
 
@@ -169,12 +159,12 @@ class _Auditor:
         logits = list(self._logits(Change()))
         temperatures = [output.temperature for output in outputs]
         self.readouts = Readouts(logits, rows, temperatures, self.reported_N, params, is_processed)
-        trainer = self.readouts.of(self.readouts.claimed)
+        trainer = self.readouts.read(self.readouts.claimed)
         cause, detail = Cause.ROUNDING, ""
         if not values:
             self.reported_N, detail = trainer.logprobs_N, NO_NUMBERS
         self.rounding = self._measured_rounding(trainer)
-        self.readouts.slack = LARGEST_MULTIPLE * self.rounding
+        self.readouts.slack = agreement.LARGEST_MULTIPLE * self.rounding
         self.step_N: float | torch.Tensor = evidence.decimal_step(self.reported_N)
         """Distance of the numbers that could be sent."""
         if (dtype := evidence.short_dtype(self.reported_N)) is not None:
@@ -192,26 +182,27 @@ class _Auditor:
 
         Measured on the first sequences against a higher precision, where that takes seconds.
         """
-        dtype, rows = self.forwards.compute_dtype(), self.forwards.rows[:NUM_MEASURED]
+        dtype, rows = self.forwards.compute_dtype(), self.forwards.rows[: agreement.NUM_MEASURED]
         higher = torch.float64 if dtype == torch.float32 else torch.float32
-        num_tokens = sum(self.lengths[:NUM_MEASURED])
+        num_tokens = sum(self.lengths[: agreement.NUM_MEASURED])
         sizes_N, own_N = trainer.sizes_N[:num_tokens], trainer.logprobs_N[:num_tokens]
 
         def values() -> torch.Tensor:
-            logits = self._logits(Change(), NUM_MEASURED)
-            return self.readouts.read(logits, self.readouts.claimed).logprobs_N
+            logits = self._logits(Change(), agreement.NUM_MEASURED)
+            return self.readouts.read(self.readouts.claimed, logits).logprobs_N
 
-        is_fast = is_measurable(self.forwards.inner, sum(row.num_tokens for row in rows))
-        exact_N = computed_in(higher, values) if is_fast else None
+        is_fast = agreement.is_measurable(self.forwards.inner, sum(row.num_tokens for row in rows))
+        exact_N = agreement.computed_in(higher, values) if is_fast else None
         if exact_N is None:
-            return float(overall_noise([own_N], None, dtype) / sizes_N.square().mean().sqrt())
+            noise_1 = agreement.overall_noise([own_N], None, dtype)
+            return float(noise_1 / sizes_N.square().mean().sqrt())
         noise = float(((own_N - exact_N) / sizes_N).square().mean().sqrt())
-        return max(noise, ROUNDING * torch.finfo(dtype).eps)
+        return max(noise, agreement.ROUNDING * torch.finfo(dtype).eps)
 
     def _tested(self, hypothesis: Hypothesis) -> TestedCause:
         own, extra = hypothesis.effect, 0.0
         if isinstance(own, Change):
-            own = self.readouts.read(self._logits(own), self.readouts.claimed)
+            own = self.readouts.read(self.readouts.claimed, self._logits(own))
         if hypothesis.noise_share:
             moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
             extra = hypothesis.noise_share * float(moved_N.square().mean().sqrt())
@@ -288,16 +279,17 @@ class _Auditor:
             nats = gain - num_fitted * math.log(num_tokens) / 2
             distance = float(own.distances_N.mean())
             predicted_N = own.prediction.logprobs_N.clamp(min=-evidence.LARGEST_DIFFERENCE)
-            agreement = agrees(self.reported_N[:, None], predicted_N[:, None], own.noise_N)
+            pair_N1 = self.reported_N[:, None], predicted_N[:, None]
+            compared = agreement.agrees(*pair_N1, own.noise_N)
             explains = evidence.explains(own.distances_N, own.noise_N)
             if own is clean:
                 # One number beyond rounding is a difference, unless 16 bits flip an expert.
-                explains = bool(agreement) or (explains and self.forwards.is_short())
+                explains = bool(compared) or (explains and self.forwards.is_short())
             elif noise_share:
                 # Another cause leaves the numbers closer to the trainer's than to these.
                 explains &= distance < 0.9 * float(clean.distances_N.mean())
             order = -max(nats, evidence.LEAST_EVIDENCE * (own is clean))
-            result = Evidence(cause, detail, nats / num_tokens, explains, agreement)
+            result = Evidence(cause, detail, nats / num_tokens, explains, compared)
             ranking.append(((not explains, order if explains else distance), own, result))
         return [(own, result) for _, own, result in sorted(ranking, key=lambda entry: entry[0])]
 

@@ -1,8 +1,7 @@
 """Run the trainer's model on recorded sequences, with one thing changed.
 
-Owns the changes that a hypothesis may ask for: other weights, another prompt, other positions, keys
-of older weights, a head in 16 bits, recorded experts, a longer sequence beside it. The parameters
-are passed to the forward, and never written. Sequences run alone, without padding.
+Owns the changes that a hypothesis may ask for. The parameters are passed to the forward, and never
+written. Sequences run alone, without padding.
 
 T: completion tokens, V: vocabulary.
 """
@@ -11,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ class Change:
 
     weights: Weights = field(default_factory=dict)
     prompts: Sequence[Sequence[int]] | None = None
-    """Prompts that take the place of the recorded ones."""
     offsets: Sequence[tuple[int, int]] | None = None
     """Added to the positions of each sequence's prompt, and of its completion."""
     cached_weights: Weights | None = None
@@ -70,7 +69,13 @@ class Forwards:
         self.rows = rows
         self.device = next(self.inner.parameters()).device
         self.argument_names = hf_compat.forward_argument_names(self.inner)
-        self._routers: Routers | None = None
+
+    @cached_property
+    def _routers(self) -> Routers:
+        def logits(ids: torch.Tensor) -> torch.Tensor:
+            return self.inner(input_ids=ids, use_cache=False).logits
+
+        return find_routers(self.inner, logits)
 
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype that forwards round to here, autocast included."""
@@ -109,7 +114,9 @@ class Forwards:
             if change.head_dtype is not None:
                 self._replace_head(stack, change.head_dtype)
             if change.replays_routes:
-                self._replay(stack, row.routes, S)
+                routes_NLK = joined_routes([(row.routes, 0, S)], row.routes.shape[1:], self.device)
+                assert routes_NLK is not None
+                stack.enter_context(self._routers.replaying(self.inner, Replay(routes_NLK)))
             if change.cached_weights is not None:
                 return self._with_old_keys(ids_1S, number, change, settings)[-T:].float()
             if "logits_to_keep" in self.argument_names:
@@ -144,20 +151,10 @@ class Forwards:
 
         stack.enter_context(hf_compat.replacing_forward(head, forward))
 
-    def _replay(self, stack: ExitStack, routes: Any, num_tokens: int) -> None:
-        routes_NLK = joined_routes([(routes, 0, num_tokens)], routes.shape[1:], self.device)
-        assert routes_NLK is not None
-        if self._routers is None:
-            self._routers = find_routers(
-                self.inner, lambda ids: self.inner(input_ids=ids, use_cache=False).logits
-            )
-        stack.enter_context(self._routers.replaying(self.inner, Replay(routes_NLK)))
-
     def weights_of(self, version: Weights | Callable[[], Weights]) -> Weights:
         """Return a version's tensors by the names of the inner model.
 
-        Raises:
-            ConfigurationError: a tensor has no place in the model.
+        `ConfigurationError`: a tensor has no place in the model.
         """
         state = version() if callable(version) else version
         own = dict(self.inner.named_parameters()) | dict(self.inner.named_buffers())

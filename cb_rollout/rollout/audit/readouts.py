@@ -49,8 +49,8 @@ def processed(
 ) -> torch.Tensor:
     """Return log-probabilities after penalties, temperature and truncation, `[T, V]`, float32.
 
-    In the order and by the formulas of the engine. Bans, biases and grammars are not applied. A
-    sampled token that lies within `slack` nats of a kept one is kept: rounding excluded it.
+    As in the engine, without bans, biases and grammars. A sampled token that lies within `slack`
+    nats of a kept one is kept: rounding excluded it.
     """
     logits_TV = _penalised(logits_TV, row, params) if params.is_penalized else logits_TV
     logits_TV = logits_TV / temperature
@@ -89,24 +89,27 @@ class Readouts:
     """Of each row, `[T, V]`, float32."""
     rows: Sequence[PackedRow]
     temperatures: Sequence[float]
-    """Of each row."""
     reported_N: torch.Tensor
     params: SamplingParams | None
-    """None: not known."""
     is_processed: bool
     slack: float = 0.0
     """Nats by which rounding may exclude a sampled token."""
 
-    @property
-    def claimed(self) -> SamplingParams:
-        """Return what the trainer takes the numbers for."""
-        return (self.is_processed and self.params) or OFF
+    def __post_init__(self) -> None:
+        self.claimed = (self.is_processed and self.params) or OFF
+        """What the trainer takes the numbers for."""
 
     def read(
-        self, logits: Iterable[torch.Tensor], params: SamplingParams, factor: float = 1.0
+        self,
+        params: SamplingParams,
+        logits: Iterable[torch.Tensor] | None = None,
+        factor: float = 1.0,
     ) -> Prediction:
-        """Return the prediction by logits of the first rows; `factor` multiplies temperatures."""
-        each = zip(logits, self.rows, self.temperatures, strict=False)
+        """Return the prediction by logits of the first rows; `factor` multiplies temperatures.
+
+        `logits` None: the trainer's own.
+        """
+        each = zip(logits or self.logits, self.rows, self.temperatures, strict=False)
         predictions = []
         for own_TV, row, temperature in each:
             logprobs_TV = processed(own_TV, row, params, temperature * factor, self.slack)
@@ -114,30 +117,26 @@ class Readouts:
             predictions.append(prediction(logprobs_TV, tokens_T))
         return Prediction(*map(torch.cat, zip(*predictions, strict=True)))
 
-    def of(self, params: SamplingParams, factor: float = 1.0) -> Prediction:
-        """Return the prediction by the trainer's own logits."""
-        return self.read(self.logits, params, factor)
-
     def all(self) -> Iterator[Hypothesis]:
         """Yield every readout but the claimed one."""
         if any(t != 1 for t in self.temperatures):
             raw = (own * t for own, t in zip(self.logits, self.temperatures, strict=True))
-            yield Hypothesis(Cause.TEMPERATURE, "not applied", self.read(raw, OFF))
+            yield Hypothesis(Cause.TEMPERATURE, "not applied", self.read(OFF, raw))
         factor = self._fitted_factor()
         fitted = ", ".join(f"{factor * t:.4g}" for t in dict.fromkeys(self.temperatures))
-        own = self.of(self.claimed, factor)
+        own = self.read(self.claimed, factor=factor)
         yield Hypothesis(Cause.TEMPERATURE, f"temperature={fitted}", own, num_fitted=1)
         if self.params is not None:
             yield from self._of_params(self.params)
         else:
             yield from self._truncated()
             for value in REPETITION_PENALTIES:
-                own = self.of(replace(OFF, repetition_penalty=value))
+                own = self.read(replace(OFF, repetition_penalty=value))
                 detail = f"repetition_penalty={value}"
                 yield Hypothesis(Cause.PENALTIES, detail, own, num_fitted=1)
         for dtype in (torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
-            own = self.read((own.to(dtype).float() for own in self.logits), OFF)
+            own = self.read(OFF, (own.to(dtype).float() for own in self.logits))
             # Rounding in float32 turns the rounding of some logits.
             yield Hypothesis(Cause.LOGITS_16BIT, name, own, noise_share=0.05)
         yield from self._moved()
@@ -147,10 +146,10 @@ class Readouts:
         names = [name for name in CAUSES if getattr(params, name) != getattr(OFF, name)]
         how, other = ("left out", OFF) if self.is_processed else ("applied", params)
         for name in names:
-            own = self.of(replace(self.claimed, **{name: getattr(other, name)}))
+            own = self.read(replace(self.claimed, **{name: getattr(other, name)}))
             yield Hypothesis(CAUSES[name], f"{name}={getattr(params, name)} {how}", own)
         if len(names) > 1:
-            yield Hypothesis(Cause.SAMPLING_PARAMS, f"all {how}", self.of(other))
+            yield Hypothesis(Cause.SAMPLING_PARAMS, f"all {how}", self.read(other))
 
     def _scaled(self) -> Iterator[torch.Tensor]:
         """Yield each row's logits divided by its temperature."""
@@ -178,7 +177,7 @@ class Readouts:
 
     def _truncated(self) -> Iterator[Hypothesis]:
         """Yield top-k, top-p and min-p of common values, and of those that the numbers imply."""
-        base = self.of(OFF)
+        base = self.read(OFF)
         M = min(NUM_CANDIDATES, self.logits[0].shape[1])
         likeliest = [own.log_softmax(-1).topk(M).values for own in self._scaled()]
         p_NM = torch.cat(likeliest).exp().double()
@@ -203,7 +202,7 @@ class Readouts:
 
     def _moved(self) -> Iterator[Hypothesis]:
         """Yield the numbers of the token before and after; at an end without one, the reported."""
-        claimed = self.of(self.claimed)
+        claimed = self.read(self.claimed)
         lengths = [len(row.completion_ids) for row in self.rows]
         for step, name in ((1, "the token before"), (-1, "the token after")):
             moved = [own_T.roll(step) for own_T in claimed.logprobs_N.split(lengths)]

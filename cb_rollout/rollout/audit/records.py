@@ -38,9 +38,9 @@ def read_rollouts(
             of `cb-rollout generate --logprobs`, any object with prompt, token ids and numbers, or
             an OpenAI answer with token ids.
         tokenizer: encodes prompts that are text or chats.
-        run_id: the run of a directory; None: the last.
-        step: the step of that run; None: the last that has sequences.
-        temperature: that tokens were sampled with, where a line does not say it.
+        run_id: None: the last of a directory.
+        step: None: the last of that run with sequences.
+        temperature: of lines that do not say theirs.
 
     Raises:
         ConfigurationError: there are no such sequences, or a line is none.

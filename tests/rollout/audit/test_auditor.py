@@ -85,6 +85,15 @@ def test_rollouts_of_the_engine_are_no_alarm(settings):
     assert report.draw_z_score < 0
 
 
+@pytest.mark.parametrize(("dtype", "is_clean"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_one_number_of_another_expert_is_rounding_in_16_bits_alone(settings, dtype, is_clean):
+    setting = settings("qwen3_moe", dtype)
+    outputs = Engine(setting.model).sample(setting.prompts[:3], 16)
+    likely = max(outputs[1].logprobs)
+    outputs[1].logprobs[outputs[1].logprobs.index(likely)] += 0.07 if likely < -0.1 else -0.07
+    assert bool(cb_rollout.audit(outputs, setting.model)) is is_clean
+
+
 def test_experts_that_the_rollout_chose_otherwise_are_the_cause(settings):
     setting = settings("qwen3_moe", torch.float32)
     outputs = Engine(setting.base).sample(setting.prompts)
