@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from cb_rollout.metrics.registry import METRICS
+from metrics_table import METRICS
 
 WORKSPACE = "Rollouts"
 # Metrics of TRL that belong beside the rollout's.

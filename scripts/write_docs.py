@@ -23,8 +23,9 @@ from cb_rollout.config.combinations import COMBINATIONS, described
 from cb_rollout.config.hf import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.metrics.registry import METRICS
 from cb_rollout.tools.cli import create_parser
+from costs_table import COSTS
+from metrics_table import METRICS
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -160,7 +161,7 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 
 METRICS_HEADER = """# Metrics
 
-Every logged metric, from `cb_rollout/metrics/registry.py`; `scripts/write_docs.py` writes it.
+Every logged metric, from `scripts/metrics_table.py`; `scripts/write_docs.py` writes it.
 
 - Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and
   to `<output_dir>/cb_rollout/metrics.jsonl`.
@@ -275,7 +276,7 @@ def configuration() -> str:
     """Return the configuration page."""
     rows = [
         f"| `{field.name}` | `{field.default!r}` | {field.metadata['help']} "
-        f"| {field.metadata.get('cost', '')} |"
+        f"| {COSTS.get(field.name, '')} |"
         for field in dataclasses.fields(RolloutConfig)
     ]
     return CONFIGURATION_HEADER + "\n".join(rows) + "\n"

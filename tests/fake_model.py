@@ -98,7 +98,7 @@ class FakeModel:
     A forward that would read a wrong, moved, overwritten or outdated key is noted in `faults`.
     """
 
-    device, batch_layout, attention_backend = CPU, BatchLayout.PADDED, None
+    device, batch_layout, attention_backend, is_split = CPU, BatchLayout.PADDED, None, False
     layout = SimpleNamespace(is_recurrent=False)
 
     def __init__(self, limits, num_blocks, max_blocks, *, has_graphs=False, policy="fifo"):

@@ -22,9 +22,10 @@ import cb_rollout
 from cb_rollout import RolloutConfig, strategies
 from cb_rollout.integrations.async_grpo import AsyncRollouts
 from cb_rollout.integrations.ray import RolloutPool
-from cb_rollout.metrics.registry import METRICS
 from cb_rollout.tools.cli import create_parser
 from cb_rollout.tools.cli.command import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PARTLY
+from costs_table import COSTS
+from metrics_table import METRICS
 from site_pages import DOCS, PAGES, linked_files, parts
 from write_docs import COMMAND_LINE_HEADER
 
@@ -357,3 +358,7 @@ def test_the_loop_of_a_task_trains():
     assert model.training
     after = model.parameters()
     assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_table_of_costs_names_settings():
+    assert set(COSTS) <= FIELDS

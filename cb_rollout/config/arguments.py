@@ -1,7 +1,4 @@
-"""Define `RolloutArguments`: the settings of a rollout, for command lines and yaml files.
-
-Owns the fields of `RolloutConfig` that such a file may hold and their types. Loads no torch.
-"""
+"""Define `RolloutArguments`: the fields of `RolloutConfig` for command lines and yaml files."""
 
 import dataclasses
 from contextlib import suppress

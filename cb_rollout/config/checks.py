@@ -29,17 +29,14 @@ MAX_INTEGER = 2**31 - 1
 MAX_SHOWN = 200
 
 
-def setting(
-    default: Any, help_text: str, check: Check | type[StrEnum] | None = None, *, cost: str = ""
-) -> Any:
+def setting(default: Any, help_text: str, check: Check | type[StrEnum] | None = None) -> Any:
     """Declare a field with its default, which is never checked, its help text and its check.
 
     `check` makes a value plain, or complains; an enum takes one of its words; None: a bool, or a
-    whole number >= 0, as the default is. `cost` says when to set the field and what that takes, for
-    the documentation.
+    whole number >= 0, as the default is.
     """
     check = check or (boolean if isinstance(default, bool) else integer(0))
-    metadata: dict[str, Any] = {"help": help_text, "check": check, "cost": cost}
+    metadata: dict[str, Any] = {"help": help_text, "check": check}
     if isinstance(check, EnumMeta):
         words = [str(member) for member in check.__members__.values()]
         metadata |= {"check": one_of(*words, listed=True), "choices": words}
@@ -96,6 +93,8 @@ def check_fields(settings: Any, error: type[RolloutError]) -> None:
         if value is field.default:
             continue
         try:
+            # None is an empty collection.
+            value = () if value is None and field.default == () else value
             plain = field.metadata["check"](value)
         except ValueError as complaint:
             raise error(f"{field.name}={shown(value)} {complaint}.") from None
@@ -186,9 +185,7 @@ def one_of(*values: Any, listed: bool = False) -> Check:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Accept one token id or several, or an array of them; None is none."""
-    if value is None:
-        return ()
+    """Accept one token id or several, or an array of them."""
     try:
         return tuple(map(integer(), value if _is_many(value) else (value,)))
     except ValueError:
@@ -196,9 +193,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Accept sequences of token ids, none of them empty; None is none."""
-    if value is None:
-        return ()
+    """Accept sequences of token ids, none of them empty."""
     if not _is_many(value) or not all(_is_many(sequence) and len(sequence) for sequence in value):
         raise ValueError(
             "is not a sequence of token-id sequences; encode each word with "
@@ -215,9 +210,7 @@ def optional_path(value: Any) -> str | None:
 
 
 def strings(value: Any) -> tuple[str, ...]:
-    """Accept one string or several, none of them empty; None is none."""
-    if value is None:
-        return ()
+    """Accept one string or several, none of them empty."""
     many = (value,) if isinstance(value, str) else value
     if not _is_many(many) or not all(isinstance(text, str) and text for text in many):
         raise ValueError("is not a text, or several, each not empty")
@@ -252,9 +245,7 @@ def biases(largest: float, *, of_sequences: bool = False) -> Check:
 
 
 def callables(value: Any) -> tuple[Any, ...]:
-    """Accept a list or tuple of callables; None is none."""
-    if value is None:
-        return ()
+    """Accept a list or tuple of callables."""
     if not isinstance(value, list | tuple) or not all(map(callable, value)):
         raise ValueError("is not a list or tuple of callables; one processor is (processor,)")
     return tuple(value)

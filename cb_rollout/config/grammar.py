@@ -1,7 +1,4 @@
-"""Define the two protocols of a constrained-decoding library.
-
-`cb_rollout.integrations.xgrammar` is one implementation.
-"""
+"""Define two protocols of constrained decoding; `integrations.xgrammar` is an implementation."""
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 

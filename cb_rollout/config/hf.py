@@ -1,7 +1,6 @@
 """Read transformers' `GenerationConfig` and `ContinuousBatchingConfig` as our settings.
 
-Honours a field or refuses it; none is ignored that would change what is sampled. Loads neither
-torch nor transformers.
+Honours or refuses every field that would change what is sampled. Loads no torch, no transformers.
 """
 
 import dataclasses
@@ -63,11 +62,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "token_healing": (False, _GENERATE),
     "renormalize_logits": (False, "leave it out: log-probabilities are normalized"),
     "remove_invalid_values": (False, "leave it out: a sequence with invalid logits fails alone"),
-    "watermarking_config": (
-        None,
-        "pass watermarking_config.construct_processor(vocab_size, device) in "
-        "SamplingParams(logits_processors=...)",
-    ),
+    "watermarking_config": (None, _PROCESSOR),
     "max_time": (None, "end requests with cancel_request"),
     "is_assistant": (False, _GENERATE),
     "prompt_lookup_num_tokens": (None, _GENERATE),
@@ -78,8 +73,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def from_generation_config(generation_config: Any) -> SamplingParams:
     """Read a transformers `GenerationConfig`, whose fields are off where they are None.
 
-    Raises `ConfigurationError` for anything else and for what is not honoured,
-    `InvalidRequestError` for a value out of its range.
+    Raises `ConfigurationError` for what is not honoured, `InvalidRequestError` for a bad value.
     """
     # By name, so that reading a config never loads torch.
     if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:

@@ -1,7 +1,6 @@
 """Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.23).
 
-`RolloutConfig` takes their names as keywords, and `as_rollout_config` reads a whole config by them.
-Loads no torch.
+`RolloutConfig` takes their names; `as_rollout_config` reads a config by them. Loads no torch.
 """
 
 from collections.abc import Mapping

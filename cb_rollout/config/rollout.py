@@ -53,61 +53,44 @@ SYNONYMS = {
 class RolloutConfig:
     """Settings of a rollout generator; every one is honoured or refused, none ignored.
 
-    The names of transformers' `ContinuousBatchingConfig` are taken too: `page_size` is
-    `block_size`.
+    transformers' own names are taken too: `page_size` is `block_size`.
 
     Raises:
-        ConfigurationError: a field is unknown, out of range, or cannot be honoured; the message
-            says what to set instead.
+        ConfigurationError: a field is unknown, out of range, or cannot be honoured.
     """
 
-    block_size: int = setting(
-        32,
-        "Tokens per KV cache block.",
-        integer(1, most=MAX_COUNT),
-        cost="Larger: less bookkeeping, more waste in last blocks and less shared.",
-    )
+    block_size: int = setting(32, "Tokens per KV cache block.", integer(1, most=MAX_COUNT))
     num_blocks: int | None = setting(
         None,
         "KV cache blocks; None: as many as the workload uses, within max_memory_percent.",
-        integer(1, most=MAX_COUNT, also=(None,)),
-        cost="Set it for a cache of a known size; it is then taken at once.",
+        integer(1, most=MAX_COUNT),
     )
     max_batch_tokens: int | None = setting(
         None,
         "Most prompt tokens in one forward, any padding included; None: chosen by device.",
-        integer(1, also=(None,)),
-        cost="Lower it where prompts run out of memory; higher, prompts start sooner.",
+        integer(1),
     )
     max_requests_per_batch: int | None = setting(
-        None,
-        "Most sequences decoded together; None: chosen by device.",
-        integer(1, most=MAX_COUNT, also=(None,)),
-        cost="Lower it to bound a decode step's memory and time.",
+        None, "Most sequences decoded together; None: chosen by device.", integer(1, most=MAX_COUNT)
     )
     max_memory_percent: float = setting(
         0.8,
         "Share of the free memory, after the training reserve, that the KV cache may take.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; 0.4 is 40%"),
-        cost="Lower it where training runs out of memory.",
     )
     max_blocks_per_request: int | None = setting(
         None,
         "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache.",
-        integer(0, also=(None,)),
-        cost="Set it to bound what one sequence may take from the others.",
+        integer(0),
     )
     allow_block_sharing: bool = setting(
-        True,
-        "Share the blocks of equal prefixes between sequences under one policy version.",
-        cost="Off costs a copy of the prompt per completion; for comparisons only.",
+        True, "Share the blocks of equal prefixes between sequences under one policy version."
     )
     use_async_batching: bool | None = setting(
         None,
         "Launch a decode step before the last one's tokens have come; "
         "None: where steps are CUDA graphs, and no state is recurrent.",
         one_of(None, True, False),
-        cost="Off leaves the device idle between steps; for comparisons.",
     )
     use_cuda_graph: bool | tuple[bool, bool] | None = setting(
         None,
@@ -115,21 +98,14 @@ class RolloutConfig:
         "forward on a CPU; a pair, as transformers has it: of prefill, which must be False, and of "
         "decode.",
         one_of(None, True, False, (False, True), (False, False), [False, True], [False, False]),
-        cost="Off saves the graphs' memory and the seconds of capturing them; see gpu.md.",
     )
     q_padding_interval_size: int = setting(
-        0,
-        "Rows of a decode graph are rounded up to a multiple of this; 0: chosen.",
-        cost="Larger: fewer graphs to capture, more rows of padding.",
+        0, "Rows of a decode graph are rounded up to a multiple of this; 0: chosen."
     )
     kv_padding_interval_size: int = setting(
         0, "Keys of a decode graph are not padded; not available.", one_of(0)
     )
-    max_cached_graphs: int = setting(
-        0,
-        "Decode graphs kept; 0: chosen.",
-        cost="Fewer take less memory, and steps have more rows of padding.",
-    )
+    max_cached_graphs: int = setting(0, "Decode graphs kept; 0: chosen.")
     varlen_compile_config: object | None = setting(
         None, "torch.compile of prefill; not available.", one_of(None)
     )
@@ -143,31 +119,21 @@ class RolloutConfig:
         "Have inductor compile decode steps; None: where they are CUDA graphs, and on a CPU after "
         "2,000 steps; prefill is not compiled.",
         one_of(None, True, False),
-        cost="Seconds of compiling, and on a CPU a C++ compiler (see gpu.md); False on a GPU for "
-        "runs of a few steps.",
     )
     scheduler_type: str = setting(
         "fifo",
         "fifo: in order of arrival; prefill when waiting >= running / 4, or after 8 decode steps; "
         "prefill_first: decode only when no prompt can be admitted.",
         SchedulerType,
-        cost="prefill_first fills the batch sooner, while running sequences wait.",
     )
-    return_logprobs: bool = setting(
-        True,
-        "Deliver the log-probability of every sampled token.",
-        cost="Off saves nothing but the copies in the outputs.",
-    )
+    return_logprobs: bool = setting(True, "Deliver the log-probability of every sampled token.")
     max_queue_size: int = setting(
-        0,
-        "Most requests that may wait; one more raises QueueFullError. 0: unlimited.",
-        cost="Set it where many threads submit, as in a service.",
+        0, "Most requests that may wait; one more raises QueueFullError. 0: unlimited."
     )
     seed: int | None = setting(
         None,
         "Seed of the random draws; None: the trainer's seed when attached, else fresh.",
-        integer(0, also=(None,)),
-        cost="Set it to have the same run twice.",
+        integer(0),
     )
 
     weight_sync: str = setting(
@@ -176,7 +142,6 @@ class RolloutConfig:
         "place, adapters merged; auto: copy if sharded, if autocast casts the weights anyway, or, "
         "with adapters, if a GPU has room; else shared.",
         WeightSync,
-        cost="A copy costs its memory and a copy per sync; see weights.md.",
     )
     tensor_parallel_size: int = setting(
         1,
@@ -184,47 +149,38 @@ class RolloutConfig:
         "parallelism; they roll out the prompts of all of them together. 1: each process has the "
         "whole model, or its part of a model that is split already.",
         integer(1),
-        cost="Set it where one device cannot hold a whole copy; each step then has collectives.",
     )
     rollout_dtype: str = setting(
         "auto",
         "auto: what the trainer's forward computes in; else autocast to this dtype or, with "
         "weight_sync='copy' and weights that are not float32, hold the copy in it.",
         RolloutDtype,
-        cost="A smaller dtype is faster, and its log-probabilities are not the trainer's.",
     )
     verify_weight_sync: bool = setting(
-        False,
-        "After a sync compare every tensor of a copy; WeightSyncError if any differs.",
-        cost="Costs one pass over the weights per sync.",
+        False, "After a sync compare every tensor of a copy; WeightSyncError if any differs."
     )
     logprobs_mode: str = setting(
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary, as the loss "
         "recomputes it; processed: after penalties, bans and truncation too.",
         LogprobsMode,
-        cost="policy ignores truncation and processed includes it; see training.md.",
     )
     numerics: str = setting(
         "fast",
         "fast: log-probabilities equal the trainer's to rounding; bitwise: in every bit, whatever "
         "else is in the batch; on CPUs.",
         Numerics,
-        cost="bitwise costs speed, in rollout and loss; see numerics.md.",
     )
     sampling_mask: str = setting(
         "ignore",
         "ignore: the loss uses the whole vocabulary; replay: each token's top-k, top-p or min-p "
         "set is recorded, and the log-probabilities of rollout and loss are over that set alone.",
         SamplingMaskMode,
-        cost="replay costs 4 bytes per kept token id, and the loss's logits whole.",
     )
     router_replay: bool = setting(
         False,
         "Mixture of experts: record the experts that each token takes in the rollout, prompts "
         "included; every forward of the loss takes them again, with its own scores of them.",
-        cost="Costs a byte per token, layer and chosen expert (two above 256 experts); decode "
-        "steps run without CUDA graphs or a trace.",
     )
     old_logps: str = setting(
         "auto",
@@ -233,83 +189,65 @@ class RolloutConfig:
         "found the two equal to rounding; the old ones are then the loss's own where a rollout "
         "trains one step, else the sampled ones.",
         OldLogps,
-        cost="The sampled ones save a forward per rollout; set max_logprob_drift with rollout.",
     )
     loss_forward: str = setting(
         "packed",
         "trainer: the loss computes the trainer's padded batch; packed: no padding, each common "
         "prefix once, and no gradient of rows without an advantage.",
         LossForward,
-        cost="packed compares some rows of the first batch with the trainer's forward.",
     )
     loss_tokens_per_forward: int | str = setting(
         "auto",
         "Tokens of one forward of loss_forward='packed'; a larger batch is cut, and the backward "
         "pass computes each part again; auto: all of the trainer's micro-batch.",
         integer(1, also=("auto",)),
-        cost="Lower: less memory; a batch that is cut costs one more forward.",
     )
     verify_every_steps: int = setting(
-        10,
-        "Recompute some sequences with a plain forward every this many rollouts; 0: never.",
-        cost="Costs verify_num_sequences forwards each time.",
+        10, "Recompute some sequences with a plain forward every this many rollouts; 0: never."
     )
     verify_num_sequences: int = setting(
-        2,
-        "How many sequences each verification recomputes.",
-        integer(1),
-        cost="Raise it when looking for a difference.",
+        2, "How many sequences each verification recomputes.", integer(1)
     )
     max_logprob_drift: float | None = setting(
         None,
         "Act as on_logprob_drift says beyond this difference, in nats; None: only report it.",
         amount("nats", None),
-        cost="Set it once the run's own drift is known.",
     )
     on_logprob_drift: str = setting(
         "raise",
         "raise: LogprobDriftError; recompute: warn, and from then on old_logps='trainer'.",
         OnLogprobDrift,
-        cost="recompute costs the saved forward from then on.",
     )
     record_num_sequences: int = setting(
-        4,
-        "Sequences per rollout written, token by token, to the run's records; 0: none.",
-        cost="Costs disk, one line per sequence.",
+        4, "Sequences per rollout written, token by token, to the run's records; 0: none."
     )
     save_rollouts: str | None = setting(
         None,
         "Folder that gets every rollout of a trainer as Parquet files, to train from again by "
         "SavedRollouts; None: none.",
         optional_path,
-        cost="Costs disk: about 12 bytes for each token.",
     )
     concurrent_tools: bool = setting(
         True,
         "Call the tools of all conversations of a turn at the same time, each conversation in a "
         "thread of its own; off: one after the other, on the trainer's thread.",
-        cost="Turn it off for tools that only one thread may call.",
     )
     tool_timeout_seconds: float | None = setting(
         None,
         "Longest time of one tool call; the conversation is told of the ToolTimeoutError and goes "
         "on. None: unlimited.",
         amount("seconds", None),
-        cost="Set it where a tool may hang; needs concurrent_tools.",
     )
     release_cache: str = setting(
         "between_steps",
         "between_steps: give the KV memory back while training runs; with_weights: also that of a "
         "copy's weights and of CUDA graphs; never: keep.",
         ReleaseCache,
-        cost="between_steps costs an allocation per rollout; with_weights: a whole sync and new "
-        "graphs per rollout too; never: its memory while training.",
     )
     training_reserve_gib: float | str = setting(
         "auto",
         "GiB that training will still allocate, kept out of the KV budget; auto: estimated.",
         amount("GiB", "auto"),
-        cost="Set it where the estimate is wrong: another optimizer, long activations.",
     )
 
     def __post_init__(self) -> None:
@@ -321,22 +259,16 @@ class RolloutConfig:
             raise refused("drift, sampled old logps")
         if self.tool_timeout_seconds is not None and not self.concurrent_tools:
             raise refused("tool timeout, one thread", seconds=f"{self.tool_timeout_seconds:g}")
-        # Settings under which no two forwards could be the same bits.
-        for name, is_asked, reason in (
-            (
-                "rollout_dtype",
-                self.rollout_dtype != RolloutDtype.AUTO,
-                "computes in another dtype than the trainer",
-            ),
-            (
-                "use_default_compile_configs",
-                self.use_default_compile_configs,
-                "compiles sums in another order",
-            ),
-        ):
-            if is_asked and self.numerics == Numerics.BITWISE:
-                value = repr(getattr(self, name))
-                raise refused("bitwise, another setting", name=name, value=value, reason=reason)
+        if self.numerics == Numerics.BITWISE:
+            # No two forwards could be the same bits.
+            for name, reason in (
+                ("rollout_dtype", "computes in another dtype than the trainer"),
+                ("use_default_compile_configs", "compiles sums in another order"),
+            ):
+                if (value := getattr(self, name)) not in (RolloutDtype.AUTO, None, False):
+                    raise refused(
+                        "bitwise, another setting", name=name, value=repr(value), reason=reason
+                    )
 
     @property
     def wants_graphs(self) -> bool | None:
@@ -368,7 +300,7 @@ GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {
 def require_unused(
     config: RolloutConfig, fields: Mapping[str, tuple[Any, ...]], complaint: str
 ) -> None:
-    """Raise `ConfigurationError`, with a `complaint`, for a field that nothing here acts on.
+    """Raise `ConfigurationError` with a `complaint` for a field that nothing here acts on.
 
     `fields` maps names to the values beside the default that ask for nothing.
     """

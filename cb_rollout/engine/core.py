@@ -1,7 +1,6 @@
 """Join the engine's parts: plan the memory, step the executor, change policy versions.
 
-Owns the paged cache and the policy version that tokens are stamped with. Called by one thread at a
-time.
+Owns the paged cache and the policy version. Called by one thread at a time.
 """
 
 import logging
@@ -47,7 +46,7 @@ from cb_rollout.engine.request import Limits, Request
 from cb_rollout.engine.sampling.sampler import TokenSampler, keeps_ids, reported_mode
 from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO, Scheduler
 from cb_rollout.errors import OutOfCacheMemoryError, RolloutError, error_text
-from cb_rollout.metrics.registry import EngineCounters
+from cb_rollout.metrics.registry import EngineCounters, EngineStatus
 from cb_rollout.types import FinishReason, RequestStatus
 
 _LOGGER = logging.getLogger(__name__)
@@ -73,19 +72,17 @@ class Engine:
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
-        Settings of "auto" are resolved. Forwards run under autocast to `autocast_dtype`, where it
-        is set. `trained` is the model that trains where `model` is a copy of it, and `optimizer`
-        steps it, or names the class that will. `all_reduce_min` returns the smallest of a number
-        over the processes that share the model's layers, which all call it; None: this process has
-        them whole.
+        Forwards run under autocast to `autocast_dtype`, where it is set. `trained` is the model
+        that trains where `model` is a copy of it, and `optimizer` steps it, or names the class that
+        will. `all_reduce_min` returns the smallest of a number over the processes that share the
+        model's layers, which all call it; None: this process has them whole.
 
-        Raises:
-            ConfigurationError: the model cannot run on pages, or a setting cannot be honoured.
-            OutOfCacheMemoryError: not even one block fits.
+        Raises `ConfigurationError` if the model cannot run on pages, or a setting cannot be
+        honoured, and `OutOfCacheMemoryError` if not even one block fits.
         """
         self.config, self.counters, self.policy_version = config, EngineCounters(), 0
         is_bitwise, is_split = config.numerics == Numerics.BITWISE, all_reduce_min is not None
-        self._is_split, self._all_reduce_min = is_split, all_reduce_min or int
+        self._all_reduce_min = all_reduce_min or int
         self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
@@ -108,15 +105,8 @@ class Engine:
         )
         mode, keeps = reported_mode(config), keeps_ids(config)
         sampler = TokenSampler(self.device, mode, self.counters, never_sampled, keeps_ids=keeps)
-        self._executor = StepExecutor(
-            self._runner,
-            self._scheduler,
-            self._storage,
-            sampler,
-            self.counters,
-            looks_ahead=config.looks_ahead,
-            is_split=self._is_split,
-        )
+        parts = self._runner, self._scheduler, self._storage, sampler, self.counters
+        self._executor = StepExecutor(*parts, looks_ahead=config.looks_ahead)
         self._executor.reset(self._graphs)
         if self.runs_a_copy and self.device.type == "cuda":
             # Its work does not queue behind that of a thread that trains meanwhile. Pages are
@@ -143,14 +133,13 @@ class Engine:
             max_rows = max(1, min(max_rows, create_memory_plan(self._memory_model()).num_slots))
         # Captured before the memory is planned, which then knows what is left.
         self._graphs, self._graphs_path = create_graphs(
-            self._runner, self.config, max_rows, is_alone=not self._is_split
+            self._runner, self.config, max_rows, is_alone=not self._runner.is_split
         )
         self._plan()
         self._identity = identity
 
     @property
     def _max_requests(self) -> int:
-        """Most sequences decoded together, unless their states take too much memory."""
         return self.config.max_requests_per_batch or devices.max_requests_per_batch(self.device)
 
     @property
@@ -257,16 +246,23 @@ class Engine:
         return len(self._scheduler.waiting)
 
     @property
-    def num_running(self) -> int:
-        return self._scheduler.num_admitted
-
-    @property
     def num_blocks_used(self) -> int:
         return self._scheduler.pool.num_used
 
     @property
     def cache_bytes(self) -> int:
         return self._storage.num_bytes
+
+    def status(self) -> EngineStatus:
+        """Return the engine's state now."""
+        return EngineStatus(
+            requests_running=self._scheduler.num_admitted,
+            requests_waiting=self.num_waiting,
+            kv_blocks_used=self.num_blocks_used,
+            kv_blocks=self.memory_plan.num_blocks,
+            kv_bytes=self.cache_bytes,
+            policy_version=self.policy_version,
+        )
 
     def add(self, request: Request) -> None:
         if request.images is not None:
@@ -377,7 +373,6 @@ class Engine:
     def prompt_logprobs(
         self, token_ids: list[int], temperature: float, num: int
     ) -> list[dict[int, tuple[float, int]]]:
-        """Return `runner.prompt_logprobs` of the model that samples."""
         with eval_mode(self.model), devices.plain_modes(), self._computing():
             return prompt_logprobs(self._runner, token_ids, temperature, num)
 
@@ -431,7 +426,7 @@ class Engine:
                 return self._executor.fail(list(self._scheduler.waiting), error)
         if (touched := self._executor.run()) is not None:
             return touched
-        request = self._scheduler.waiting.head
+        request = self._scheduler.next_waiting
         assert request is not None, "there is work, and none of it can run"
         error = OutOfCacheMemoryError(
             f"{request.num_tokens} tokens do not fit {self._scheduler.pool.num_blocks} KV cache "
@@ -450,11 +445,7 @@ class Engine:
         self._runner.check_weights()
 
     def _capture_graphs(self, *, is_paused: bool) -> None:
-        """Capture the graphs that are missing since weights moved or `release_graphs`.
-
-        If `is_paused`, those too that steps turned out to want. The thread that paused the engine
-        is the one that would train meanwhile.
-        """
+        """Capture the graphs that are missing; if `is_paused`, those too that steps want."""
         if self._graphs is None:
             return
         try:
@@ -481,17 +472,15 @@ class Engine:
             devices.empty_cache(self.device)
 
     def capture_released(self) -> None:
-        """Capture the CUDA graphs that `release_graphs` dropped; the engine must be paused.
-
-        A model that was changed meanwhile is left to the next step, which probes it first.
-        """
+        """Capture the CUDA graphs that `release_graphs` dropped; the engine must be paused."""
+        # A model that was changed meanwhile is left to the next step, which probes it first.
         if self._graphs is not None and self._graphs.is_dropped and not self._is_model_changed:
             self.warm_up()
 
     def warm_up(self, num_steps: float = 0) -> None:
         """Trace, compile or capture decode steps before a step needs it; no step may be running.
 
-        `num_steps`: to come at most, of which it depends whether a CPU's steps are compiled.
+        A CPU's steps are compiled where that pays off in `num_steps`.
         """
         with devices.current(self.device), devices.plain_modes(), self._computing():
             if self._is_model_changed:
@@ -514,11 +503,7 @@ class Engine:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend the model to the calling thread, which paused the engine.
-
-        Its stream follows the engine's work, and that of the last thread that had the model; the
-        next step follows the work of its stream.
-        """
+        """Lend the model to the thread that paused the engine; each waits for the other's work."""
         self.release_model()
         devices.wait_event(self._given, self.device)
         try:

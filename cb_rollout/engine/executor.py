@@ -41,29 +41,22 @@ class StepExecutor:
         counters: EngineCounters,
         *,
         looks_ahead: bool = False,
-        is_split: bool = False,
     ) -> None:
-        """Join the parts of an engine.
-
-        With `looks_ahead` a CUDA graph may be launched before the last one's tokens are read. Where
-        other processes take part in the forwards (`is_split`), a forward that raises is not run
-        again, since the others would wait in it.
-        """
+        """Join an engine's parts; `looks_ahead`: launch a graph before the last one's results."""
         self.device = runner.device
         self.graphs: GraphedDecoding | None = None
         self._runner, self._scheduler, self._storage = runner, scheduler, storage
         self._token_sampler, self._counters = token_sampler, counters
-        self._looks_ahead, self._is_split = looks_ahead, is_split
+        self._looks_ahead = looks_ahead
+        # Other processes would wait in a forward that raises here and is run again.
+        self._is_split = runner.is_split
         self._pending: PendingStep | None = None
         self._end: torch.cuda.Event | None = None
         self.stream: torch.cuda.Stream | None = None
         """All work is launched there; None: on the stream of the thread that steps."""
 
     def reset(self, graphs: GraphedDecoding | None) -> None:
-        """Discard the state of the last step, after the cache was released.
-
-        Without `graphs` the runner runs decode steps.
-        """
+        """Discard the state of the last step; without `graphs` the runner runs decode steps."""
         self.graphs = graphs
         self._token_sampler.forget_rows()
         self._forget_pending()
@@ -126,7 +119,8 @@ class StepExecutor:
         prefills = [prefills[row] for row in computed]
         self._counters.prefill_forwards += 1
         self._counters.prefill_tokens += sum(prefill.num_scheduled for prefill in prefills)
-        self._counters.images_encoded += sum(p.leader.num_new_images for p in prefills)
+        pictures = [(p.leader.images, p.leader.num_computed) for p in prefills]
+        self._counters.images_encoded += sum(len(i.after(start)) for i, start in pictures if i)
         rows, requests = self._fork(prefills)
         if requests:
             logits_BV = _joined(logits).index_select(0, devices.to_device(rows, self.device))
@@ -200,12 +194,8 @@ class StepExecutor:
     ) -> tuple[list[torch.Tensor], list[int], list[Request]]:
         """Compute each sequence's tokens up to `ends` that are not computed yet.
 
-        Returns:
-            Logits and rows, as `run_isolated`, and the sequences that were ended since theirs
-            raised.
-
-        Raises:
-            Exception: the model runs nothing at all any more, or memory ran out.
+        Returns logits and rows, as `run_isolated`, and the sequences that were ended since theirs
+        raised. Raises if the model runs nothing at all any more, or memory ran out.
         """
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
@@ -248,8 +238,7 @@ class StepExecutor:
     def _can_repeat(self) -> bool:
         """Return whether a decode that raised can run again: no row's recurrent state has moved on.
 
-        Rows that are not padded run in several forwards, each of which stores its states. On a GPU
-        a forward stores them layer by layer.
+        Rows that are not padded run in several forwards, and a GPU stores states layer by layer.
         """
         layout, backend = self._storage.cache.layout, self._runner.attention_backend
         is_stored_once = self._runner.batch_layout.takes_any_lengths
@@ -263,18 +252,16 @@ class StepExecutor:
     def _sample(
         self, logits_BV: torch.Tensor, requests: list[Request], *, is_recurring: bool
     ) -> None:
-        extend = self._token_sampler.extend
-        num_given = extend(requests, logits_BV, self._version, is_recurring=is_recurring)
-        self._count(requests, num_given)
+        extend, version = self._token_sampler.extend, self._version
+        self._count(requests, extend(requests, logits_BV, version, is_recurring=is_recurring))
 
     def _count(self, requests: list[Request], num_given: int) -> None:
         decoding = RequestStatus.DECODING
         ended = [r for r in requests if r.status is not decoding and r.status.is_final]
         self._counters.tokens_generated += num_given
         self._counters.requests_finished += len(ended)
-        self._counters.kv_blocks_peak = max(
-            self._counters.kv_blocks_peak, self._scheduler.pool.num_used
-        )
+        peak, num_used = self._counters.kv_blocks_peak, self._scheduler.pool.num_used
+        self._counters.kv_blocks_peak = max(peak, num_used)
 
     def _complete_decode(self, requests: list[Request]) -> None:
         # After sampling: a step without memory for it runs again, or its sequences are preempted.
@@ -311,11 +298,10 @@ class StepExecutor:
         return num_given
 
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
-        """Launch the step after one whose tokens are not read yet.
+        """Launch the step after one whose tokens are not read yet; None: it has to wait for them.
 
-        None: it has to wait for these tokens, because a sequence joined, a smaller graph fits, a
-        sequence's keys change, its blocks would take a preemption, or the step moves recurrent
-        states.
+        A sequence joined, a smaller graph fits, a sequence's keys change, its blocks would take a
+        preemption, or the step moves recurrent states.
         """
         if not self._looks_ahead or self.graphs is None or not self.graphs.can_look_ahead:
             return None
@@ -353,14 +339,10 @@ def run_isolated(
 
     Halves are tried until the bad rows are alone: `k` of them cost about `2 k log2(num_rows)`
     forwards, and all others run. A `forward` that raises must leave the cache unchanged, or
-    overwrite it when it runs again.
+    overwrite it when it runs again. An out-of-memory error is the caller's, who can make room.
 
-    Returns:
-        float32 `[rows, V]` parts that together hold the rows that ran, these rows, and each row
-        that raised with its exception.
-
-    Raises:
-        Exception: an out-of-memory error, for the caller to make room.
+    Returns float32 `[rows, V]` parts that together hold the rows that ran, these rows, and each row
+    that raised with its exception.
     """
     logits: list[torch.Tensor] = []
     computed: list[int] = []

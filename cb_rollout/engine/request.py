@@ -1,7 +1,4 @@
-"""Hold the state of a sequence on its way through the engine, and the sizes of an engine.
-
-Called by the thread that steps the engine.
-"""
+"""Hold a sequence's state and an engine's sizes, for the thread that steps the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +43,6 @@ class Limits:
 
     @property
     def can_match_prefixes(self) -> bool:
-        """Return whether a later sequence may share the blocks of a prefix."""
         return self.can_share_blocks and self.can_resume_prompts
 
 
@@ -69,7 +65,6 @@ class Request:
     """Prompt tokens, never written to; members of a group may share the list."""
     params: SamplingParams
     max_new_tokens: int
-    """Tokens after which the sequence ends."""
     stop_tokens: frozenset[int]
     """Token ids that end the sequence, EOS included."""
     seed: int
@@ -80,7 +75,6 @@ class Request:
     """Images of the prompt, shared by its group; None: it has none."""
     is_streaming: bool = False
     records_timestamps: bool = False
-    """True if `timestamps` is filled."""
     stop_strings: StopStrings | None = None
     """Detector of the strings that end the sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
@@ -90,9 +84,8 @@ class Request:
 
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
-    """Reason of the end; None: unfinished."""
     error: str | None = None
-    """Message of a failure; None: there was none."""
+    """Message of a failure, and in `cause` its exception."""
     cause: Exception | None = None
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens; `prompt_ids` itself until a token is sampled."""
@@ -110,11 +103,9 @@ class Request:
     policy_starts: list[tuple[int, int]] = field(default_factory=list)
     """Each policy version that sampled it, and the number of tokens sampled before."""
     created_time: float = field(default_factory=time.perf_counter)
-    """Time of creation, by `time.perf_counter`, as the next two."""
+    """By `time.perf_counter`, as the next two, which are None until then."""
     admitted_time: float | None = None
-    """Time of the first admission; None: not yet."""
     first_token_time: float | None = None
-    """Time of the first sampled token; None: not yet."""
     num_preemptions: int = 0
 
     table_row: int = NO_TABLE_ROW
@@ -157,21 +148,12 @@ class Request:
         return 0 if self.images is None else self.images.num_tokens
 
     @property
-    def num_new_images(self) -> int:
-        """Images that the next forward computes."""
-        return 0 if self.images is None else len(self.images.after(self.num_computed))
-
-    @property
     def position_offset(self) -> int:
         """Position of a token after the images, less its index in the sequence."""
         if self.images is None:
             return 0
         assert self.images.position_offset is not None, "no forward has seen the images"
         return self.images.position_offset
-
-    def num_resumable(self, num_tokens: int) -> int:
-        """Return the most tokens, at most `num_tokens`, after which a forward may begin."""
-        return num_tokens if self.images is None else self.images.num_resumable(num_tokens)
 
     def cache_keys(self, start: int, stop: int) -> Sequence[Hashable]:
         """Return the prefix cache's keys of tokens `[start, stop)`: ids, and hashes of images."""
@@ -246,8 +228,6 @@ class Request:
         self.status, self.finish_reason, self.error = status, reason, error
 
     def reset_cache(self) -> None:
-        self.table_row = NO_TABLE_ROW
-        self.block_ids = []
         self.num_computed = self.prefix_node = self.num_remembered = 0
         self.has_old_keys = False
         self.status = RequestStatus.PENDING

@@ -1,4 +1,1 @@
-"""Define, keep and export the metrics of rollouts and engines.
-
-The engine writes counters and durations; Prometheus and the run records read.
-"""
+"""Define, keep and export metrics: the engine writes, Prometheus and run records read."""

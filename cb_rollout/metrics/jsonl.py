@@ -1,7 +1,6 @@
 """Write, read and repair files whose writer may be killed: JSON lines, and whole files.
 
-A record exists once its newline is written. Callers own its format. Any thread may call these
-functions.
+A record exists once its newline is written. Callers own its format. Any thread may call this.
 """
 
 import json
@@ -50,10 +49,7 @@ def append_lines(file: FileIO, lines: bytes) -> None:
 
 
 def read_records(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[T]:
-    """Yield what `parse` makes of the JSON of each whole line of a file, if it exists.
-
-    Raises `ConfigurationError`, which calls a record `noun`, for a line that is none.
-    """
+    """Yield what `parse` makes of each whole JSON line; `ConfigurationError`: one is no `noun`."""
     if not path.is_file():
         return
     with path.open("rb") as file:

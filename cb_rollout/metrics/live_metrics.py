@@ -1,7 +1,4 @@
-"""Keep an engine's distributions and timeline, and render its metrics as Prometheus text (0.0.4).
-
-Computes no other metric: `metrics.registry` defines them. Any thread may call this module.
-"""
+"""Keep an engine's distributions and timeline, and render Prometheus text (0.0.4)."""
 
 from __future__ import annotations
 
@@ -10,17 +7,12 @@ import time
 from bisect import bisect_left
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import fields
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from cb_rollout.metrics import registry
-from cb_rollout.metrics.registry import (
-    BUCKETS,
-    DISTRIBUTIONS,
-    LIVE_METRICS,
-    Distribution,
-    MetricKind,
-)
+from cb_rollout.metrics.registry import BUCKETS, DISTRIBUTIONS, Distribution
 from cb_rollout.metrics.run_records import SequenceTimes, Span
 
 if TYPE_CHECKING:
@@ -136,11 +128,12 @@ def exposition(counters: EngineCounters, status: EngineStatus, durations: Durati
 
 
 def _lines(counters: EngineCounters, status: EngineStatus, durations: Durations) -> Iterator[str]:
-    for metric in LIVE_METRICS:
-        suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
-        name = f"{PREFIX}{metric.name}{suffix}"
-        yield from _heading(name, metric.help, metric.kind)
-        yield f"{name} {metric.read(counters, status)}"
+    for record, kind, suffix in ((counters, "counter", "_total"), (status, "gauge", "")):
+        for entry in fields(record):
+            if entry.metadata:
+                name = f"{PREFIX}{entry.name}{suffix}"
+                yield from _heading(name, entry.metadata["help"], kind)
+                yield f"{name} {getattr(record, entry.name)}"
     for distribution, histogram in durations.histograms.items():
         name = f"{PREFIX}{distribution.name}"
         yield from _heading(name, distribution.help, "histogram")

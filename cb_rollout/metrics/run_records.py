@@ -1,9 +1,8 @@
 """Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
-Owns the two files, a folder with each picture of a prompt once, and their format; does not choose
-what is recorded. A file may hold several runs, one after the other; each line has its run's id.
-Recording again removes the half line that a killed process left. A full disk stops the recording
-with a warning, and nothing else. One process of a run records, from any of its threads.
+Owns the two files, a folder with each picture of a prompt once, and their format. A file may hold
+several runs; each line has its run's id. Recording again removes the half line that a killed
+process left. A full disk stops the recording with a warning. One process of a run records.
 """
 
 import hashlib
@@ -90,7 +89,6 @@ class StepMetrics:
     """Metrics of one training or evaluation step."""
 
     step: int
-    """The trainer's global step."""
     mode: Mode
     scalars: dict[str, float]
     """Values by logged name. A value that is not finite is absent when read back."""
@@ -118,7 +116,6 @@ class SequenceRecord:
     tokens: list[str]
     """The text of each sampled token, decoded alone; the end-of-sequence token included."""
     token_ids: list[int]
-    """One for each token."""
     logprobs: list[float]
     """Natural logarithms, one for each token, NaN where it was not finite; empty: not recorded."""
     policy_versions: list[tuple[int, int]]

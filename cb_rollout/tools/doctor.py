@@ -238,9 +238,9 @@ def _tokenizer(name: str) -> tuple[Any, Finding]:
 
 
 def _cache(layout: CacheLayout) -> Iterator[Finding]:
-    num_paged = sum(x.bytes_per_token > 0 for x in layout.layers)
+    num_paged = sum(bool(x.per_token) for x in layout.layers)
     num_recurrent = sum(x.is_recurrent for x in layout.layers)
-    num_neither = sum(not (x.is_recurrent or x.bytes_per_token) for x in layout.layers)
+    num_neither = sum(not (x.is_recurrent or x.per_token) for x in layout.layers)
     counts = f"{num_paged} with keys and values, {num_recurrent} with recurrent states"
     yield _ok("layers", f"{counts}, {num_neither} with neither")
     yield _ok("bytes per token", f"{layout.bytes_per_token:,}")

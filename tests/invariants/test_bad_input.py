@@ -333,7 +333,7 @@ def test_inputs_that_are_no_list_of_prompts_are_refused_and_any_iterable_is_take
             generator.verify(0)
     with (
         RolloutGenerator(tiny_model(), RolloutConfig(max_queue_size=2)) as generator,
-        pytest.raises(QueueFullError, match="3 requests at once are more than max_queue_size=2"),
+        pytest.raises(QueueFullError, match="3 more would pass max_queue_size=2; send fewer"),
     ):
         generator.generate_batch([[5]] * 3, sampling_params=PARAMS)
 

@@ -10,7 +10,13 @@ import pytest
 from documented import block, run
 
 from cb_rollout.integrations.trl.packed_loss import LossTokens
-from cb_rollout.metrics.registry import METRICS, EngineCounters, EngineStatus, status_metrics
+from cb_rollout.metrics.registry import (
+    EngineCounters,
+    EngineStatus,
+    rollout_metrics,
+    status_metrics,
+)
+from metrics_table import METRICS
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"rollout/[a-z_0-9]+")
@@ -24,8 +30,8 @@ def names_in(path):
 
 
 def logged_names():
-    files = [path for path in (ROOT / "cb_rollout").rglob("*.py") if path.name != "registry.py"]
-    computed = {metric.name for metric in METRICS if metric.of_rollout}
+    files = (ROOT / "cb_rollout").rglob("*.py")
+    computed = set(rollout_metrics(EngineCounters(), 1.0))
     computed |= set(status_metrics(EngineStatus(0, 0, 0, 0, 0, 0)))
     computed |= {f"rollout/{field.name}" for field in fields(LossTokens)}
     return computed.union(*map(names_in, files))

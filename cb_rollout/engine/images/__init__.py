@@ -1,6 +1,5 @@
-"""Images of prompts: read by the processor, stored image by image, and checked.
+"""Images of prompts: `processor` makes token ids and tensors of a prompt with pictures.
 
-`processor` makes token ids and tensors of a prompt with pictures, `prompt_images` holds them and
-gives a forward its tensors and positions, and `check` compares a model with its plain forward. The
-forward itself is `model.runner`'s.
+`prompt_images` holds them and gives a forward its tensors and positions. `check` compares a model
+with its plain forward. The forward itself is `model.runner`'s.
 """

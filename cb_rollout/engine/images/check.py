@@ -1,8 +1,6 @@
 """Compare a model on pages with its plain forward, on a prompt with images.
 
-Runs in the thread of the caller whose prompt is the first of its kind, while no step runs.
-
-V: vocabulary.
+Runs in the thread of the first caller with such a prompt, while no step runs. V: vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -26,10 +24,10 @@ from cb_rollout.errors import ConfigurationError, error_text
 def check_images(
     runner: ModelRunner, layout: CacheLayout, prompt_ids: list[int], images: PromptImages
 ) -> None:
-    """Refuse a model that computes a prompt with images on pages unlike its plain forward.
+    """Raise `ConfigurationError` if a prompt with images on pages is unlike a plain forward's.
 
-    The model has passed `check_model`. Where it differs only in a forward that begins between
-    images, the runner begins none for prompts of this kind. Raises `ConfigurationError`.
+    Where the model, which has passed `check_model`, differs only in a forward that begins between
+    images, the runner begins none for prompts of this kind.
     """
     name = type(runner.model).__name__
     if not runner.image_inputs.are_read(images):
@@ -138,9 +136,8 @@ class _Comparison:
     def _paged(self, num_first: int) -> torch.Tensor:
         """Return log-probabilities after the prompt and its two next tokens, `[3, V]`.
 
-        The prompt is prefilled in two parts, the first of `num_first` tokens. The second one is
-        text, or begins with the last image. The last token is decoded beside another sequence,
-        which has no images.
+        A first prefill takes `num_first` tokens, a second the rest: text, or the last image and
+        text. The last token is decoded beside a sequence without images.
         """
         runner, row, text, images = self.runner, self.row, self.text, self.images
         pages = pages_for(runner, self.layout, 2, max(len(row), len(text)))

@@ -2,8 +2,6 @@
 
 Owns the pictures' check and the call of the processor, once for each prompt. Runs on the caller's
 thread, so a picture that cannot be read is refused before anything is queued.
-
-T: tokens of the prompt.
 """
 
 import io
@@ -94,11 +92,7 @@ def picture_of(part: Mapping[str, Any]) -> Any:
 
 
 def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
-    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it.
-
-    A chat has an `{"type": "image"}` part for each image. Without images the prompt is returned as
-    it is. `index` names the input in errors.
-    """
+    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it."""
     unknown = sorted(set(map(str, row)) - {"prompt", "images"})
     if unknown or "prompt" not in row:
         raise InvalidRequestError(
@@ -124,10 +118,7 @@ def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
 def encoded_chat(
     chat: Sequence[Mapping[str, Any]], processor: Any, index: int, tools: Any = None
 ) -> ImagePrompt:
-    """Return a chat with `{"type": "image", "image": ...}` parts as the processor encodes it.
-
-    `tools` are for its chat template; `index` names the input in an `InvalidRequestError`.
-    """
+    """Return a chat with `{"type": "image", "image": ...}` parts as the processor encodes it."""
     _require_processor(processor, index)
     for part in _parts(chat):
         if part.get("type") in REFUSED_PARTS:
@@ -143,14 +134,9 @@ def encoded_chat(
     pictures = _loaded(named, index)
 
     def call(given: list[Any]) -> Any:
-        return processor.apply_chat_template(
-            _with_pictures(chat, given, index),
-            tools=tools,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
+        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+        messages = _with_pictures(chat, given, index)
+        return processor.apply_chat_template(messages, tools=tools, tokenize=True, **options)
 
     return _prompt_of(_processed(call, pictures, index), pictures, processor)
 
@@ -338,10 +324,10 @@ def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, to
 
 
 def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> list[range]:
-    """Return the spans of the images' tokens.
+    """Return each run of placeholders, if there are as many as images, else one span of all.
 
-    Each run of placeholders is an image, if there are as many; else (tiles with a token between
-    them, neighbours without one) all images are one span, or without placeholders the whole prompt.
+    Tiles may have a token between them, and neighbours none. Without placeholders the span is the
+    whole prompt.
     """
     runs = groupby(range(len(token_ids)), lambda index: token_ids[index] in known)
     of_images = [list(run) for is_image, run in runs if is_image]

@@ -1,8 +1,7 @@
 """Hold the images of a prompt one by one: their tokens, tensors, hashes and positions.
 
-Made in the caller's thread, shared by the sequences of a group, and read by the thread that steps
-the engine. Tensors stay in system memory, because a preempted sequence needs them again;
-`ImageInputs` copies them to a forward's device.
+Made in the caller's thread, shared by a group, and read by the thread that steps the engine.
+Tensors stay in system memory; `ImageInputs` copies them to a forward's device.
 
 A: axes of positions, T: tokens of the prompt, N: images of the prompt.
 """
@@ -55,11 +54,9 @@ class PromptImages:
     is_divided: bool = False
     """True if each image has tensors of its own."""
     may_be_cut: bool = False
-    """True if a forward may begin before any of the images. An engine sets it, which found that its
-    model then computes what it computes of the whole prompt."""
+    """True if a forward may begin before any of the images, as an engine found of its model."""
     position_offset: int | None = None
-    """Position of a token after the images, less its index in the sequence; negative where an image
-    takes fewer positions than tokens. None: not computed yet."""
+    """Position of a token after the images, less its index; None: not computed yet."""
     positions: torch.Tensor | None = None
     """int64 `[1, T]` or `[A, 1, T]`, of A axes, on the CPU: position ids of the prompt's tokens.
     None: not computed yet."""
@@ -99,10 +96,7 @@ class PromptImages:
         dtype: torch.dtype | None = None,
         start: int = 0,
     ) -> "PromptImages":
-        """Return the images and tensors that a forward takes which begins at token `start`.
-
-        `names` are its arguments; `dtype` is of numbers that are not whole; None: as they are.
-        """
+        """Return what a forward from token `start` on takes by `names`, fractions in `dtype`."""
 
         def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {
@@ -116,10 +110,7 @@ class PromptImages:
         return replace(self, images=images, of_tokens=moved(self.of_tokens))
 
     def arguments(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the tensors for a forward of a sequence's tokens from `start` to `stop`.
-
-        Zeros continue a tensor with a number for each prompt token: sampled tokens are text.
-        """
+        """Return a forward's tensors from token `start` to `stop`, and zeros for sampled tokens."""
         new = [image.tensors for image in self.after(start)]
         given = {
             name: joined([tensors[name] for tensors in new], self.dims.get(name, 0))
@@ -137,11 +128,10 @@ class PromptImages:
         return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)
 
     def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
-        """Return the prefix-cache keys of the tokens from `start` to `stop`: ids, hashes of images.
+        """Return the prefix-cache keys of the tokens from `start` to `stop`.
 
         A token of an image has its id, a hash and its index in the image. The hash is of all images
-        unless a forward may begin after this one: a model may compute it with the later images in
-        view.
+        unless a forward may begin after this one, since the later images may be in view.
         """
         keys: list[Hashable] = list(token_ids[start:stop])
         of_all = None if self.may_be_cut else self.digest
@@ -173,7 +163,7 @@ class ImageInputs:
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
         """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""
-        assert images.positions is not None, "no position was found"
+        assert images.positions is not None
         assert images.position_offset is not None
         of_prompt = images.positions[..., start:stop].to(self._device)
         first, offset = max(start, images.num_prompt_tokens), images.position_offset

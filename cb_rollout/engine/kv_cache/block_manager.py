@@ -1,7 +1,6 @@
 """Allocate blocks to sequences, match shared prefixes and remember filled blocks.
 
-Joins the block pool, which counts references, with the prefix cache, which compares tokens. The
-scheduler calls it, on the engine's thread.
+Joins the block pool and the prefix cache. The scheduler calls it, on the engine's thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,16 +54,15 @@ class BlockManager:
         while True:
             shared, node = self.prefixes.match(self.policy_version, keys, root)
             num_found = len(shared) * self.limits.block_size
-            if (num_resumable := request.num_resumable(num_found)) == num_found:
+            images = request.images
+            num_resumable = num_found if images is None else images.num_resumable(num_found)
+            if num_resumable == num_found:
                 return shared, node
             # Whole blocks before an image may end inside of the image before.
             keys = keys[: num_resumable + 1]
 
     def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
-        """Share the full blocks of the leader's prompt with a follower, and allocate its rest.
-
-        `num_spare` and the return value are those of `allocate_prompt`.
-        """
+        """Share the full blocks of the leader's prompt, and allocate a follower's others."""
         is_sharing = self.limits.can_share_blocks
         num_shared = len(leader.prompt_ids) // self.limits.block_size if is_sharing else 0
         num_own = len(leader.block_ids) - num_shared
@@ -79,9 +77,8 @@ class BlockManager:
     def extend(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
         """Allocate the blocks that a running sequence lacks to hold this many tokens.
 
-        Returns:
-            The new blocks as (table row, index within the sequence, block). None, with nothing
-            allocated, where there are not enough.
+        Returns each as (table row, index within the sequence, block); None, with nothing allocated,
+        where there are not enough.
         """
         num_held = len(request.block_ids)
         num_missing = self.num_needed(num_tokens) - num_held

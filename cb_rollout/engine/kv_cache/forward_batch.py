@@ -25,11 +25,8 @@ class ForwardBatch:
     lengths: Sequence[int]
     """Number of each row's tokens, the new ones included."""
     table_rows: Sequence[int]
-    """Each row's table row."""
     cache: PagedCache
-    """Keys, values and states, which the forward reads and writes."""
     table: BlockTable
-    """The blocks of each table row."""
     position_offsets: Sequence[int] = ()
     """Each row's `Request.position_offset`; empty: 0 for all."""
     rope_sides: Sequence[int] = ()
@@ -51,10 +48,7 @@ class ForwardBatch:
         table: BlockTable,
         routes: Sequence[Any] = (),
     ) -> "ForwardBatch":
-        """Return the tokens of each request up to these lengths that are not computed yet.
-
-        The last one is computed in any case. Positions of images must be known.
-        """
+        """Return each request's tokens up to its length that are not computed, the last always."""
         rows = list(zip(requests, lengths, strict=True))
         offsets = [request.position_offset for request in requests]
         first = requests[0]

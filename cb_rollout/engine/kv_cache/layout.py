@@ -44,16 +44,8 @@ class LayerSpec:
         return tuple(s for s in (self.keys, self.values, self.index) if s)
 
     @property
-    def bytes_per_token(self) -> int:
-        return sum(s.num_bytes for s in self.per_token)
-
-    @property
     def per_sequence(self) -> tuple[TensorSpec, ...]:
         return tuple(s for s in (*self.conv, *self.recurrent) if s)
-
-    @property
-    def bytes_per_sequence(self) -> int:
-        return sum(s.num_bytes for s in self.per_sequence)
 
     @property
     def is_recurrent(self) -> bool:
@@ -72,11 +64,11 @@ class CacheLayout:
     @property
     def bytes_per_token(self) -> int:
         routes = self.routes.num_bytes if self.routes else 0
-        return sum(layer.bytes_per_token for layer in self.layers) + routes
+        return sum(s.num_bytes for layer in self.layers for s in layer.per_token) + routes
 
     @property
     def bytes_per_sequence(self) -> int:
-        return sum(layer.bytes_per_sequence for layer in self.layers)
+        return sum(s.num_bytes for layer in self.layers for s in layer.per_sequence)
 
     @property
     def has_keys(self) -> bool:
@@ -88,10 +80,7 @@ class CacheLayout:
 
     @property
     def packing_obstacle(self) -> str:
-        """Return why rows may not stand one after the other in one row; "": they may.
-
-        A sparse attention leaves no key out in rows as short as those that are compared.
-        """
+        """Return why rows may not stand end to end in one row; "": they may."""
         if self.has_keys and not any(layer.is_recurrent or layer.index for layer in self.layers):
             return ""
         return "recurrent states or sparse attention would mix rows that stand end to end"

@@ -1,9 +1,8 @@
 """Store keys, values and states in pages, behind transformers' own `Cache` interface.
 
-`update()` writes new keys and values into their slots and returns each row's whole history, as
-gathered and right-aligned states: a row's newest token is always last, as in a left-padded
-`generate` batch. So the model runs its own forward, masks and attention, unchanged. In a packed
-forward the new tokens, and the histories returned, of all rows stand in one row, without padding.
+`update()` writes new keys and values into their slots and returns each row's whole history,
+right-aligned as in a left-padded `generate` batch, so the model runs its own forward, masks and
+attention. In a packed forward all rows stand in one row, without padding.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: tokens of all rows, H:
 heads, D: size of a head, N: slots of all blocks, F: H x D, M: blocks or table rows that are copied.
@@ -47,10 +46,7 @@ class SlotMapping:
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def head_slots(self, num_heads: int) -> torch.Tensor:
-        """Return `read_slots_BS` for pages viewed as single heads, `[B x H x S]`.
-
-        Computed once for all layers with the same number of heads.
-        """
+        """Return `read_slots_BS` for pages viewed as single heads, `[B x H x S]`, computed once."""
         assert self.read_slots_BS is not None
         if num_heads not in self._head_slots:
             heads_H1 = torch.arange(num_heads, device=self.read_slots_BS.device)[:, None]
@@ -88,10 +84,7 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write `[B, H, Q, D]` new states; return each row's history, `[B, H, S, D]`.
-
-        In a packed forward B is 1, Q the new tokens of all rows, and S is T.
-        """
+        """Write `[B, H, Q, D]` states; return histories `[B, H, S, D]`, packed `[1, H, T, D]`."""
         keys_NF, values_NF = self.pages[:2]
         keys = self._write_and_read(keys_NF, key_states)
         return keys, self._write_and_read(values_NF, value_states)
@@ -199,10 +192,7 @@ class PagedCache(Cache):
 
     @property
     def addresses(self) -> list[int]:
-        """Return the addresses of each layer's pages of keys and values, then of all states.
-
-        0: the layer has none.
-        """
+        """Return the addresses of each layer's keys and values, 0: none, then of all states."""
         if self._addresses is None:
             self._addresses = []
             for layer in self.layers:
@@ -272,10 +262,7 @@ class PagedCache(Cache):
     def write_routes(
         self, routes_NLK: torch.Tensor, slots: torch.Tensor, write_tokens: torch.Tensor | None
     ) -> None:
-        """Write the experts that all new tokens of a forward took, padding included.
-
-        `slots` and `write_tokens` are those of `SlotMapping`.
-        """
+        """Write the experts that all new tokens took, padding included, as a `SlotMapping` says."""
         routes_NF = routes_NLK.flatten(1)
         if write_tokens is not None:
             routes_NF = routes_NF.index_select(0, write_tokens)

@@ -1,9 +1,8 @@
 """Find the blocks that hold the keys of a prefix, a chain of full blocks.
 
-A link is keyed by the policy version, its parent link and the block's tokens, all compared exactly:
-no hash of tokens can collide, and a prefix of another version is never matched, even while a
-sequence still holds its block. A token of an image also has a hash of the pixels. Sequences whose
-keys differ by their length (`Limits.rope_side`) have chains from different roots.
+A link is keyed by the policy version, its parent link and the block's tokens, compared exactly: no
+hash can collide, and a prefix of another version is never matched. A token of an image also has a
+hash of the pixels. Sequences whose keys differ by their length have chains from different roots.
 """
 
 from collections.abc import Hashable, Sequence
@@ -40,11 +39,7 @@ class PrefixCache:
     def match(
         self, policy_version: int, tokens: Sequence[Hashable], root: int = ROOT
     ) -> tuple[list[int], int]:
-        """Match the longest chain; the last token never matches, as it must be computed.
-
-        Returns:
-            The blocks of the chain, and its last node.
-        """
+        """Return the longest chain's blocks and node, where the last token is to be computed."""
         size, node = self._block_size, root
         blocks = []
         for start in range(0, len(tokens) - size, size):
@@ -58,11 +53,7 @@ class PrefixCache:
     def insert(
         self, policy_version: int, parent: int, tokens: Sequence[Hashable], block: int
     ) -> tuple[int, bool]:
-        """Add the link of one full block.
-
-        Returns:
-            The link's node, and whether `block` holds it: False if another block already does.
-        """
+        """Add a link; return its node, and whether `block` holds it, and no other already did."""
         key = PrefixKey(policy_version, parent, tuple(tokens))
         if key in self._links:
             return self._links[key][1], False

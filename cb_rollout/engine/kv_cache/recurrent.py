@@ -78,10 +78,8 @@ class OpaqueStateAdapter:
     def __init__(self, short: object, long: object) -> None:
         """Read the states' shapes from two of the model's objects.
 
-        Forwards of `PROBE_ROWS` rows returned them: `short` of one token, `long` of several.
-
-        Raises:
-            ConfigurationError: there are no states, or they grow with the tokens.
+        Forwards of `PROBE_ROWS` rows returned them: `short` of one token, `long` of several. Raises
+        `ConfigurationError` if there are no states, or they grow with the tokens.
         """
         self._template = long
         states, later = _states(short), _states(long)

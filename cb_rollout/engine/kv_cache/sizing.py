@@ -25,9 +25,8 @@ def gathered_bytes_per_token(
 ) -> int:
     """Return the bytes that a forward gathers of a layer, for each token of each row's history.
 
-    Attention with several queries for each key head first repeats the gathered keys and values for
-    each of them (`repeat_kv` in transformers), and holds both. `num_heads` are a layer's query
-    heads; 0: unknown.
+    Where several of a layer's `num_heads` query heads share a key head, transformers' `repeat_kv`
+    holds repeated keys and values beside the gathered ones.
     """
 
     def num_elements(layer: LayerSpec) -> int:
@@ -44,9 +43,8 @@ def gathered_bytes_per_token(
 def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) -> MemoryPlan:
     """Return the plan of these settings, where a sequence fits.
 
-    Raises:
-        OutOfCacheMemoryError: not even one block fits, or a sequence's states.
-        ConfigurationError: `num_blocks` are more than the device has memory for.
+    Raises `OutOfCacheMemoryError` if not even one block fits, or a sequence's states, and
+    `ConfigurationError` if `num_blocks` are more than the device has memory for.
     """
     if plan.is_fixed and plan.kv_bytes > plan.total_bytes:
         most = plan.total_bytes // plan.bytes_per_block

@@ -22,6 +22,11 @@ _LOGGER = logging.getLogger(__name__)
 class CacheStorage:
     """A paged cache and its block table, allocated and released as the engine needs them."""
 
+    cache: PagedCache
+    table: BlockTable
+    is_allocated = False
+    """True while there is a cache and a table."""
+
     def __init__(
         self,
         layout: CacheLayout,
@@ -30,38 +35,20 @@ class CacheStorage:
         device: torch.device,
         all_reduce_min: Callable[[int], int] = int,
     ) -> None:
-        """Allocate nothing yet.
-
-        `all_reduce_min` returns the smallest of a number over the processes that share a cache's
-        heads, which must allocate the same blocks.
-        """
+        """Allocate nothing yet; the processes of `all_reduce_min` must allocate the same blocks."""
         self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
         self._all_reduce_min = all_reduce_min
         self._num_blocks = 0
-        self._held: tuple[PagedCache, BlockTable] | None = None
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._held is not None
-
-    @property
-    def cache(self) -> PagedCache:
-        assert self._held is not None
-        return self._held[0]
-
-    @property
-    def table(self) -> BlockTable:
-        assert self._held is not None
-        return self._held[1]
 
     @property
     def num_bytes(self) -> int:
-        return self.cache.num_bytes if self._held else 0
+        return self.cache.num_bytes if self.is_allocated else 0
 
     def release(self, limits: Limits, plan: MemoryPlan, layout: CacheLayout | None = None) -> None:
         """Release the memory; the next allocation follows these limits, this plan and layout."""
-        if self._held is not None:
-            self._held, self._num_blocks = None, 0
+        if self.is_allocated:
+            self.is_allocated, self._num_blocks = False, 0
+            del self.cache, self.table
             devices.empty_cache(self._device)
         self._limits, self._plan = limits, plan
         self._layout = layout or self._layout
@@ -69,10 +56,8 @@ class CacheStorage:
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
 
-        The plan may allow less than these, or fix another number.
-
-        Raises:
-            OutOfCacheMemoryError: there is no memory for `at_least` blocks.
+        The plan may allow less than these, or fix another number. Raises `OutOfCacheMemoryError` if
+        there is no memory for `at_least` blocks.
         """
         wanted, size = self._plan.num_blocks, self._limits.block_size
         num_rows = self._limits.max_requests
@@ -97,8 +82,8 @@ class CacheStorage:
                 f"taken ({self._size(num_blocks)}); {self._free_now()}. Fewer sequences run "
                 f"together. Lower {'num_blocks' if self._plan.is_fixed else automatic}."
             )
-        table = BlockTable(num_rows, size, self._device)
-        self._num_blocks, self._held = num_blocks, (cache, table)
+        self.cache, self.table = cache, BlockTable(num_rows, size, self._device)
+        self.is_allocated, self._num_blocks = True, num_blocks
         return num_blocks
 
     def _attempted(self, allocate: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -124,7 +109,7 @@ class CacheStorage:
         target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
         if target > now:
             target = self._all_reduce_min(min(target, now + self._num_affordable()))
-        while self._held is not None and target > now:
+        while self.is_allocated and target > now:
             _, error = self._attempted(lambda size=target: self.cache.grow(size))
             if self._all_reduce_min(error is None):
                 self._num_blocks = target

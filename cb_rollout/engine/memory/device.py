@@ -25,8 +25,7 @@ def memory(device: torch.device) -> DeviceMemory:
     """Return the memory of `device`, and what this process can still allocate there.
 
     On a GPU: what the driver reports free, and what torch's allocator holds unused. On a CPU: the
-    tightest limit of the system, the container and the process. Processes of one launch that share
-    the memory have equal shares.
+    tightest limit of the system, the container and the process. Processes of one launch share it.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -38,8 +37,7 @@ def memory(device: torch.device) -> DeviceMemory:
 def memory_after_release(device: torch.device) -> DeviceMemory:
     """Return the memory of `device` once torch's allocator gave its unused memory back.
 
-    What it cannot give back serves no large tensor: pools of CUDA graphs, and the gaps beside
-    tensors that training keeps.
+    The rest, pools of CUDA graphs and gaps beside tensors of training, serves no large tensor.
     """
     if device.type != "cuda":
         return memory(device)
@@ -49,11 +47,7 @@ def memory_after_release(device: torch.device) -> DeviceMemory:
 
 
 def num_sharers(device: torch.device) -> int:
-    """Return the number of processes of this launch that share the device's memory.
-
-    Those on one machine share the memory of the CPU. Each has a GPU of its own, unless there are
-    more processes than GPUs.
-    """
+    """Return how many processes of this launch share the device's memory."""
     started = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not started:
         is_group = distributed.is_available() and distributed.is_initialized()
@@ -170,10 +164,7 @@ def finish(device: torch.device, stream: torch.cuda.Stream | None = None) -> Non
 
 @contextmanager
 def plain_modes() -> Iterator[None]:
-    """Leave autocast and inference mode, in which the calling thread may be.
-
-    Pages allocated in inference mode could not be written outside it.
-    """
+    """Leave autocast and inference mode, in which pages could not be allocated."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))

@@ -77,16 +77,13 @@ class MemoryModel:
     """Memory that this process may still allocate, less what dropped CUDA graphs will hold again;
     this process's share, where several share a device."""
     training: TrainingBytes
-    """Memory that training holds and will still allocate."""
     max_memory_percent: float
     """Share, in (0, 1], of what training leaves that the cache may use."""
     block_size: int
     max_requests: int
     """Rows of a forward at most; sequences decoded together, unless their states need too much."""
     max_batch_tokens: int
-    """Tokens that a forward computes at most."""
     max_blocks_per_request: int | None = None
-    """Blocks of a sequence at most; None: no limit."""
     bytes_per_token: int
     """Keys and values of a token, over all layers; 0 for a model that stores none."""
     bytes_per_sequence: int
@@ -110,7 +107,6 @@ class MemoryModel:
 
     @property
     def budget_bytes(self) -> int:
-        """Return the bytes that `max_memory_percent` allows."""
         return int(self.max_memory_percent * self.rest_bytes)
 
     @property
@@ -127,10 +123,7 @@ class MemoryModel:
         return self.workspace_bytes_per_request * self.max_requests
 
     def gathered_bytes_of(self, num_blocks: int) -> int:
-        """Return the most bytes that a forward gathers from a cache of so many blocks.
-
-        A block that rows of a prefill share counts for each of them.
-        """
+        """Return the most bytes that a forward gathers; a shared block counts for each row."""
         of_one_row = num_blocks
         if self.max_sequence_tokens is not None:
             of_one_row = min(num_blocks, -(-self.max_sequence_tokens // self.block_size))
@@ -156,28 +149,20 @@ class MemoryPlan(MemoryModel):
 
     @property
     def has_room(self) -> bool:
-        """Return whether a block, and a sequence's states, fit."""
         return bool(self.num_blocks and self.num_slots)
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of all recurrent states."""
         return self.num_slots * self.bytes_per_sequence
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of `num_blocks` blocks."""
         return self.num_blocks * self.bytes_per_block
 
     @property
     def forward_bytes(self) -> int:
         """Return the bytes of a forward that gathers as many blocks as any may."""
-        return self.workspace_bytes + self.gathered_bytes
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Return the bytes of keys and values that a forward gathers, of a layer at a time."""
-        return self.gathered_bytes_of(self.num_blocks)
+        return self.workspace_bytes + self.gathered_bytes_of(self.num_blocks)
 
     @property
     def left_bytes(self) -> int:

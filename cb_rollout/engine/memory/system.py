@@ -1,7 +1,4 @@
-"""Measure the system memory that this process may use: of the system, its container, its limits.
-
-Reads the kernel's control groups, of either version.
-"""
+"""Measure the memory of the system, its control groups (either version) and process limits."""
 
 import errno
 import operator
@@ -71,10 +68,7 @@ def process_limits() -> Iterator[DeviceMemory]:
 
 
 def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> DeviceMemory:
-    """Return the tightest limit of this process's control group and the groups around it.
-
-    `root` is the mount of the control groups; `membership` is the file that names the process's.
-    """
+    """Return the tightest limit of this process's control group and the groups around it."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError as error:

@@ -1,8 +1,7 @@
 """Estimate the memory of the training beside an engine, then measure it over one full step.
 
-Until the first optimizer step of the trained model, the peak of torch's allocator, or of the
-process's resident size, is reset whenever the engine becomes idle. Called by the engine's thread;
-the optimizer step is recorded on the training thread.
+Until the first optimizer step the peak of torch's allocator, or of the process's resident size, is
+reset whenever the engine becomes idle. Called by the engine's thread; training's records the step.
 """
 
 import weakref
@@ -51,27 +50,19 @@ _WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
 def optimizer_state_bytes(
     name: str, settings: Mapping[str, Any], num_elements: int, num_bytes: int
 ) -> int:
-    """Return the bytes of the states of an optimizer of so many elements and bytes.
-
-    `name` is that of its class, or of the trainer's `optim`; `settings` are its defaults, as in
-    torch's optimizers.
-    """
-    name = _normal(name)
+    """Return the bytes of states; `name` is that of the class, or of the trainer's `optim`."""
     matches = _matching_names(name)
     num_tensors = TENSORS_PER_PARAMETER[max(matches, key=len)] if matches else DEFAULT_TENSORS
     num_tensors += sum(bool(settings.get(setting)) for setting in TENSOR_SETTINGS)
     for part, width in BYTES_PER_ELEMENT.items():
-        if part in name:
+        if part in name.lower():
             return int(num_tensors * width * num_elements)
     return num_tensors * num_bytes
 
 
-def _normal(name: str) -> str:
-    return name.lower().replace("-", "_")
-
-
 def _matching_names(name: str) -> list[str]:
-    return [known for known in TENSORS_PER_PARAMETER if known in _normal(name)]
+    name = name.lower().replace("-", "_")
+    return [known for known in TENSORS_PER_PARAMETER if known in name]
 
 
 class TrainingMemory:
@@ -85,14 +76,10 @@ class TrainingMemory:
         optimizer: OptimizerOrName | None,
         reserve_gib: float | str,
     ) -> None:
-        """Watch for optimizer steps.
+        """Watch for optimizer steps; `ConfigurationError`: `optimizer` is none, nor a known name.
 
-        `generating` is `trained`, or a copy of it. Without an optimizer, its class, or the name of
-        a known one, training is expected if the model is in training mode. `reserve_gib` is the
-        memory that training will still allocate; "auto": estimated, then measured.
-
-        Raises:
-            ConfigurationError: `optimizer` is none of these.
+        `generating` is `trained`, or a copy of it. Without an optimizer, training is expected if
+        the model is in training mode. `reserve_gib`: still to be allocated; "auto": measured.
         """
         self._trained, self._generating, self._device = trained, generating, device
         self._optimizer_name = UNKNOWN_OPTIMIZER

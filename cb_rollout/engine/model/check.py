@@ -1,10 +1,9 @@
 """Check that a model computes on pages what its own plain forward computes, or refuse it.
 
-Chooses the batch layout and the attention backend. Runs once, when an engine is created, and once
-more for images, at the first prompt that has any, in the caller's thread. Reads no architecture:
-log-probabilities show a model that looks ahead, counts positions in its own way, or keeps its past
-elsewhere. They are compared in float32 at least, where rounding hides nothing of it; in the model's
-own precision they show an engine that rounds otherwise than the model.
+Chooses the batch layout and the attention backend, when an engine is created. Reads no
+architecture: log-probabilities show a model that looks ahead, counts positions in its own way, or
+keeps its past elsewhere. They are compared in float32 at least; in the model's own precision they
+show an engine that rounds otherwise than the model.
 """
 
 import itertools
@@ -52,10 +51,9 @@ Forward = Sequence[tuple[int, int]]
 
 
 def check_model(runner: ModelRunner) -> CacheLayout:
-    """Probe the cache layout, and set the runner's batch layout and attention backend.
+    """Return the cache layout, and set the runner's batch layout and attention backend.
 
-    Returns the layout. Raises `ConfigurationError` if the model agrees with its plain forward under
-    no batch layout.
+    Raises `ConfigurationError` if the model agrees with its plain forward under no batch layout.
     """
     name = type(runner.model).__name__
     rows = text_rows(runner)
@@ -125,8 +123,8 @@ def _difference(
     """Return how pages differ from the plain forward, and an error; "": by rounding alone."""
 
     def first() -> str:
-        found = zip(expected, agreements(runner, layout, rows, expected), strict=True)
-        for reference, agreement in found:
+        found = agreements(runner, layout, rows, expected)
+        for reference, agreement in zip(expected, found, strict=True):
             if not agreement:
                 name = str(reference.dtype).removeprefix("torch.")
                 return f"log-probabilities in {name} are off its plain forward by {agreement}"
@@ -145,11 +143,8 @@ def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
             f"numerics='bitwise': {name} computes other bits from its cache than without one "
             f"({found}); leave numerics at 'fast'."
         )
-    advice, _ = attempt(lambda: _advice(runner, rows))
-    return (
-        f"{name} cannot run on a paged cache: {found}. {advice or 'Roll'} it out with "
-        "model.generate."
-    )
+    advice = attempt(lambda: _advice(runner, rows))[0] or "Roll"
+    return f"{name} cannot run on a paged cache: {found}. {advice} it out with model.generate."
 
 
 def _require_same_bits(runner: ModelRunner) -> None:
@@ -209,7 +204,7 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 def _set_backend(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
 ) -> BackendSelection:
-    is_padded = runner.batch_layout.takes_any_lengths and not runner.has_opaque_states
+    is_padded = runner.batch_layout.takes_any_lengths and runner.opaque_states is None
     choice = select_backend(runner.device, layout, is_padded=is_padded)
     if choice.backend is None:
         return choice
@@ -246,8 +241,7 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
 def _forwards(layout: CacheLayout) -> list[Forward]:
     """Return prefills, a decode of each row by itself, and one of all rows.
 
-    A row by itself has other columns than beside a longer one, which shows a model that takes
-    columns for positions.
+    A row by itself has other columns, which shows a model that takes columns for positions.
     """
     lengths = list(enumerate(PROMPT_LENGTHS))
     decodes = [[(row, length + 1)] for row, length in lengths]

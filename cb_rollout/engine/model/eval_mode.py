@@ -1,8 +1,7 @@
 """Keep a model in evaluation mode while engines use it, and restore its mode afterwards.
 
-Changes only the `training` flags of the model's modules, and what `Module.compile()` did to them:
-an engine runs the model itself, as it does inside `torch.compile`'s wrapper. Any thread may call
-it.
+Changes only the `training` flags of the model's modules, and what `Module.compile()` did to them,
+since an engine runs the model itself. Any thread may call it.
 """
 
 import threading

@@ -1,7 +1,6 @@
 """Choose the dtype of a rollout, by default the one that the trainer's own forward computes in."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ from cb_rollout.errors import ConfigurationError
 MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Precision:
+class Precision(NamedTuple):
     """The dtypes of a rollout's forwards and weights."""
 
     autocast_dtype: torch.dtype | None

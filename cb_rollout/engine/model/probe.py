@@ -43,7 +43,7 @@ class RecordingCache(DynamicCache):
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self.recorded: dict[int, tuple[TensorSpec, TensorSpec]] = {}
+        self.recorded: dict[int, tuple[TensorSpec, ...]] = {}
         self._returned: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def update(
@@ -73,8 +73,12 @@ class RecordingCache(DynamicCache):
         layer_idx, keys, values = self._returned or (-1, None, None)
         if keys is key and values is value and torch.is_autocast_enabled(key.device.type):
             dtype = torch.get_autocast_dtype(key.device.type)
-            key_spec, value_spec = self.recorded[layer_idx]
-            self.recorded[layer_idx] = _autocast(key_spec, dtype), _autocast(value_spec, dtype)
+            # Autocast leaves float64 as it is.
+            keys_and_values = (
+                s if s.dtype == torch.float64 else replace(s, dtype=dtype)
+                for s in self.recorded[layer_idx]
+            )
+            self.recorded[layer_idx] = tuple(keys_and_values)
         return own_attention(module, query, key, value, *args, **kwargs)
 
     # Without attention layers, transformers 5.23 raises in the next two.
@@ -117,11 +121,6 @@ def _read(layer: object, keys: TensorSpec | None, values: TensorSpec | None) -> 
 def _per_token(states: torch.Tensor) -> TensorSpec:
     """Return the shape that `[1, heads, tokens, size]` states have for one token."""
     return TensorSpec((states.shape[1], states.shape[3]), states.dtype)
-
-
-def _autocast(states: TensorSpec, dtype: torch.dtype) -> TensorSpec:
-    """Return the spec of states after autocast, which leaves float64 as it is."""
-    return states if states.dtype == torch.float64 else replace(states, dtype=dtype)
 
 
 def _per_sequence(states: torch.Tensor | None) -> TensorSpec | None:

@@ -1,9 +1,8 @@
 """Find the routers of a mixture of experts, record the experts that they choose, and replay them.
 
-A router is a module whose forward chooses experts by `torch.topk` over scores of each token. It is
-found by watching one small forward, so no model is known by name. A replay hands the router the
-recorded experts in place of its own choice, with its own scores of them, so gradients reach it.
-Called by the thread that runs the model.
+A router is a module whose forward chooses experts by `torch.topk` over scores of each token, found
+by watching one small forward. A replay hands it the recorded experts in place of its own choice,
+with its own scores of them, so gradients reach it. Called by the thread that runs the model.
 
 B: rows, S: tokens of a row, N: tokens of a forward, L: routers, K: experts of a token.
 """
@@ -51,8 +50,6 @@ class RouterSite(NamedTuple):
 
 
 class _TopK(NamedTuple):
-    """One call of `torch.topk` over a row of scores for each token of a watched forward."""
-
     site: RouterSite
     num_experts: int
     num_chosen: int
@@ -146,7 +143,7 @@ class RouteRecorder:
 
     def expect(
         self,
-        routes: Sequence[Any] | None,
+        routes: Sequence[Any],
         num_new: Sequence[int],
         device: torch.device,
         *,
@@ -154,13 +151,13 @@ class RouteRecorder:
     ) -> None:
         """Set the experts that the first tokens of the next forward's rows took before.
 
-        `routes` has an array `[tokens, L, K]` or None for each row; None: no row has one.
+        `routes` has an array `[tokens, L, K]` or None for each row; empty: no row has one.
         `is_padded`: rows are left-padded to the longest; False: they stand in one row.
         """
         Q = max(num_new)
         rows = [
             (record, Q - new, Q) if is_padded else (record, 0, new)
-            for record, new in zip(routes or (), num_new, strict=routes is not None)
+            for record, new in zip(routes, num_new, strict=bool(routes))
         ]
         self._known = joined_routes(rows, self.routers.spec.shape, device)
 
@@ -231,8 +228,7 @@ def joined_routes(
     """Lay records of sequences out for one forward; None: there are none.
 
     Each part is (record or None, padding, length): `[tokens, L, K]` of a row's first tokens, the
-    columns before them, and all columns of the row. `shape` is (L, K). Returns int16 `[N, L, K]`,
-    `UNKNOWN` where there is no record.
+    columns before them, and all columns. Returns int16 `[N, L, K]`, `UNKNOWN` without a record.
     """
     if not any(record is not None and len(record) for record, _, _ in parts):
         return None

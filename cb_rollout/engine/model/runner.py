@@ -69,9 +69,8 @@ class BatchLayout(StrEnum):
 class ModelRunner:
     """Run forwards of one unwrapped model, as it is and on its own device.
 
-    `autocast_dtype`: of the forwards; None: without autocast. `is_bitwise`: a row must have the
-    same bits in every batch. `is_split`: other processes compute parts of each layer in the same
-    forwards.
+    `is_bitwise`: a row must have the same bits in every batch. `is_split`: other processes compute
+    parts of each layer in the same forwards.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class ModelRunner:
         """Linear layers of the forwards on a CPU."""
         self.cuts_images: dict[tuple[bool, bool], bool] = {}
         """Permission to begin a forward between images, by checked `PromptImages.kind`."""
-        self._opaque_states: OpaqueStateAdapter | None = None
+        self.opaque_states: OpaqueStateAdapter | None = None
         self.backend_selection = select_backend(self.device)
         self.attention_backend: AttentionBackend | None = None
         """Reads pages without a gather in decode steps; None: histories are gathered."""
@@ -122,7 +121,7 @@ class ModelRunner:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
 
-        self._opaque_states, self.rope = None, RowRope(self.model)
+        self.opaque_states, self.rope = None, RowRope(self.model)
         with eval_mode(self.model):
             return probe(self.model.config, forward)
 
@@ -151,12 +150,8 @@ class ModelRunner:
                 for row in ([0], [0] * PROBE_TOKENS)
             ]
         short, long = (getattr(output, self._cache_argument, None) for output in outputs)
-        self._opaque_states = OpaqueStateAdapter(short, long)
-        return self._opaque_states.layout
-
-    @property
-    def has_opaque_states(self) -> bool:
-        return self._opaque_states is not None
+        self.opaque_states = OpaqueStateAdapter(short, long)
+        return self.opaque_states.layout
 
     def check_weights(self) -> None:
         if self.attention_backend is not None:
@@ -262,9 +257,8 @@ class ModelRunner:
             positions = None
         cache.begin(mapping)
         if self.recorder is not None:
-            self.recorder.expect(
-                batch.routes or None, batch.num_new, self.device, is_padded=segments is None
-            )
+            is_padded = segments is None
+            self.recorder.expect(batch.routes, batch.num_new, self.device, is_padded=is_padded)
         with (
             self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
             self._attending(segments) if segments else nullcontext(),
@@ -274,8 +268,7 @@ class ModelRunner:
             )
         cache.end(mapping)
         if self.recorder is not None:
-            routes_NLK = self.recorder.take()
-            cache.write_routes(routes_NLK, mapping.write_slots, mapping.write_tokens)
+            cache.write_routes(self.recorder.take(), mapping.write_slots, mapping.write_tokens)
         return logits_BV.float()
 
     @contextmanager
@@ -315,12 +308,8 @@ class ModelRunner:
         the tokens; `num_last`: only the logits after so many last tokens.
         """
         input_ids = self._integers([token_ids, *beside])
-        arguments = {
-            "attention_mask": torch.ones_like(input_ids),
-            "use_cache": False,
-            "logits_to_keep": num_last,
-        }
-        arguments = self._taken(arguments)
+        arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
+        arguments = self._taken(arguments | {"logits_to_keep": num_last})
         if images is not None:
             arguments |= self.image_inputs.arguments(images, 0, len(token_ids))
         with multimodal.keeping_position_offsets(model or self.model):
@@ -364,7 +353,7 @@ class ModelRunner:
         if self._passes_on and positions_BQ is not None:
             known["position_ids"] = positions_BQ
         known |= others or {}
-        states: Any = self._opaque_states
+        states: Any = self.opaque_states
         layer = cache.layers[0] if states else None
         known[self._cache_argument] = states.inserted(layer) if states else cache
         recording = self.recorder.recording(self.model) if self.recorder else nullcontext()
@@ -409,9 +398,9 @@ class ModelRunner:
 def prompt_logprobs(
     runner: ModelRunner, token_ids: list[int], temperature: float, num: int
 ) -> list[dict[int, tuple[float, int]]]:
-    """Return, of each token but the first, the log-probability and rank of tokens in its place.
+    """Return the log-probability and rank, from 1, of tokens in place of each but the first.
 
-    They are the `num` most likely ones and the token itself, by id. Ranks begin with 1.
+    They are the `num` most likely ones and the token itself, by id.
     """
     logits_NV = runner.plain_logits(token_ids)
     logprobs_TV = (logits_NV[:-1] / temperature).log_softmax(-1)

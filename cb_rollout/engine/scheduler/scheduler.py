@@ -1,14 +1,13 @@
 """Choose which sequences run in the next step, and which table rows and blocks they hold.
 
-Owns the queues. Handles tokens and blocks, never tensors. Called by the thread that steps the
-engine.
+Owns the queues. Handles no tensors. Called by the thread that steps the engine.
 """
 
 import heapq
 import operator
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable
 from itertools import islice
 
 from cb_rollout.config.enums import SchedulerType
@@ -21,10 +20,9 @@ from cb_rollout.types import RequestStatus
 # A prefill that has no memory for this many tokens has none for a decode either.
 MIN_BATCH_TOKENS = 16
 
-# A prefill that continues any row gathers the keys of all its rows, where it is padded each as long
-# as the longest: at most this many for each token that it may compute. One layer's keys of 65,536
-# tokens (8,192 times this) are 256 MiB for 8 key heads of 128 in 16 bits, and four times that
-# repeated for 32 heads.
+# A prefill that continues any row gathers the keys of all its rows, padding included: at most this
+# many for each token that it may compute. One layer's keys of 65,536 tokens (8,192 times this) are
+# 256 MiB for 8 key heads of 128 in 16 bits, and four times that repeated for 32 heads.
 MAX_GATHER_RATIO = 8
 
 # A prefill of few prompts costs as much as a decode step of many rows.
@@ -32,42 +30,6 @@ RUNNING_PER_PROMPT = 4
 
 # Decode steps that waiting prompts are held back for, at most.
 MAX_DECODES_IN_A_ROW = 8
-
-
-class WaitingQueue:
-    """Sequences that wait for blocks and a table row, in order of arrival.
-
-    One that ended while it waited stays in place and is passed over, so that ending it costs the
-    same however many wait. The length counts the unfinished.
-    """
-
-    def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
-        self.num_ended = 0
-        """Sequences of the queue that were ended."""
-
-    def __len__(self) -> int:
-        return len(self._requests) - self.num_ended
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request for request in self._requests if not request.status.is_final)
-
-    @property
-    def head(self) -> Request | None:
-        while self._requests and self._requests[0].status.is_final:
-            self._requests.popleft()
-            self.num_ended -= 1
-        return self._requests[0] if self._requests else None
-
-    def append(self, request: Request) -> None:
-        self._requests.append(request)
-
-    def appendleft(self, request: Request) -> None:
-        self._requests.appendleft(request)
-
-    def take(self) -> Request:
-        """Remove and return the head, which was just read."""
-        return self._requests.popleft()
 
 
 class Scheduler:
@@ -94,7 +56,8 @@ class Scheduler:
         `grow` makes room for as many more blocks as it can, and returns the total. `before_release`
         is called with each sequence that is about to lose its blocks.
         """
-        self.waiting = WaitingQueue()
+        self.waiting: OrderedDict[Request, None] = OrderedDict()
+        """Sequences that wait for blocks and a table row, the next one first."""
         self.prefilling: deque[Prefill] = deque()
         self.running: list[Request] = []
         self._type, self._counters, self._grow = scheduler_type, counters, grow
@@ -116,7 +79,7 @@ class Scheduler:
 
     def clear(self) -> None:
         """Drop all sequences, without touching them, and every block."""
-        self.waiting = WaitingQueue()
+        self.waiting.clear()
         self.prefilling, self.running = deque(), []
         self._start_empty(self.limits, self.blocks.policy_version)
 
@@ -136,7 +99,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(len(self.waiting) or self.prefilling or self.running)
+        return bool(self.waiting or self.prefilling or self.running)
+
+    @property
+    def next_waiting(self) -> Request | None:
+        return next(iter(self.waiting), None)
 
     @property
     def num_admitted(self) -> int:
@@ -148,17 +115,14 @@ class Scheduler:
         return self.max_admitted - self.num_admitted
 
     def num_usable_blocks(self) -> list[int]:
-        """Return the blocks that each running sequence may come to need; shared ones twice.
-
-        Waiting sequences count as far as table rows go.
-        """
+        """Return the blocks of each sequence at its longest, for as many as have table rows."""
         requests = [*members(self.prefilling), *self.running]
         requests += islice(self.waiting, self.limits.max_requests - len(requests))
         needed = self.blocks.num_needed
         return [needed(len(r.prompt_ids) + r.max_new_tokens) for r in requests]
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        self.waiting[request] = None
 
     def schedule_prefill(self) -> list[Prefill]:
         """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
@@ -198,12 +162,11 @@ class Scheduler:
 
         A block stays free for every running sequence, or they would soon preempt the newcomer.
         """
-        leader = self.waiting.head
+        leader = self.next_waiting
         if leader is None or self.num_admissible <= 0:
             return None
         if not self.blocks.allocate_prompt(leader, num_spare=len(self.running)):
             return None
-        self.waiting.take()
         self._assign_table_row(leader)
         self._counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
@@ -215,16 +178,16 @@ class Scheduler:
         leader = prefill.leader
         if leader.group is None or leader.num_generated:
             return
-        while self.num_admissible > 0 and (follower := self.waiting.head):
+        while self.num_admissible > 0 and (follower := self.next_waiting):
             if follower.group != leader.group or follower.num_generated:
                 return
             if not self.blocks.allocate_fork(follower, leader, num_spare=len(self.running)):
                 return
-            self.waiting.take()
             self._assign_table_row(follower)
             prefill.followers.append(follower)
 
     def _assign_table_row(self, request: Request) -> None:
+        del self.waiting[request]
         request.table_row = heapq.heappop(self._free_table_rows)
         request.status = RequestStatus.PREFILLING
         if request.admitted_time is None:
@@ -239,8 +202,7 @@ class Scheduler:
     def complete_prefill(self, prefill: Prefill) -> tuple[list[int], list[int]]:
         """Account for a computed chunk; after the last one, let the group decode.
 
-        Returns:
-            Blocks to copy, sources and targets, so that each follower owns its last ones.
+        Returns blocks to copy, sources and targets, so that each follower owns its last ones.
         """
         leader = prefill.leader
         leader.num_computed += prefill.num_scheduled
@@ -248,10 +210,12 @@ class Scheduler:
         if leader.num_computed < leader.num_tokens:
             return [], []
         self.prefilling.remove(prefill)
-        copied: list[tuple[int, int]] = []
+        sources: list[int] = []
+        targets: list[int] = []
         for follower in prefill.followers:
-            pairs = zip(leader.block_ids, follower.block_ids, strict=True)
-            copied += [(source, target) for source, target in pairs if source != target]
+            num_shared = sum(map(operator.eq, leader.block_ids, follower.block_ids))
+            sources += leader.block_ids[num_shared:]
+            targets += follower.block_ids[num_shared:]
             follower.num_computed = leader.num_computed
             self._counters.prefill_tokens_saved += follower.num_tokens
             follower.prefix_node = leader.prefix_node
@@ -259,15 +223,13 @@ class Scheduler:
         for request in members([prefill]):
             request.status = RequestStatus.DECODING
             self.running.append(request)
-        return [source for source, _ in copied], [target for _, target in copied]
+        return sources, targets
 
     def schedule_decode(self) -> list[tuple[int, int, int]]:
         """Give every running sequence a slot for its newest token; preempt where there is none.
 
-        A sequence whose keys its newest token changes waits again, to be prefilled again.
-
-        Returns:
-            The new blocks, each as table row, index within the sequence, and block.
+        A sequence whose keys its newest token changes waits again, to be prefilled again. Returns
+        the new blocks, as `BlockManager.extend`.
         """
         limits = self.limits
         if limits.rope_limits:
@@ -287,10 +249,7 @@ class Scheduler:
         return extended
 
     def complete_decode(self, requests: list[Request]) -> None:
-        """Account for a decode step of running sequences, after sampling.
-
-        All their tokens but the newest are computed.
-        """
+        """Account for a decode step: after sampling all tokens but the newest are computed."""
         size = self.limits.block_size
         for request in requests:
             num_before, num_computed = request.num_computed, len(request.token_ids) - 1
@@ -311,7 +270,7 @@ class Scheduler:
     def retire(self, request: Request) -> None:
         assert request.status.is_final
         if request.table_row == NO_TABLE_ROW:
-            self.waiting.num_ended += 1
+            del self.waiting[request]
             return
         if request in self.running:
             self.running.remove(request)
@@ -371,7 +330,8 @@ class Scheduler:
         for request in reversed(requests):
             self._free(request)
             request.reset_cache()
-            self.waiting.appendleft(request)
+            self.waiting[request] = None
+            self.waiting.move_to_end(request, last=False)
 
     def _free(self, request: Request) -> None:
         if request.table_row != NO_TABLE_ROW:

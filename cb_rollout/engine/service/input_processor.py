@@ -10,7 +10,6 @@ import operator
 import os
 import re
 import secrets
-import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +63,8 @@ class InputProcessor:
         """Draw a seed where `seed` is None.
 
         `rank` keeps the seeds of processes apart; None: the process group's at the first request,
-        else the launcher's `RANK`, else 0. `tokenizer` decodes tokens for stop strings; None: stop
-        strings are refused. A processor also encodes images.
+        else the launcher's `RANK`, else 0. `tokenizer` decodes tokens for stop strings, and as a
+        processor encodes images.
         """
         self.limits = limits
         self._tokenizer = tokenizer
@@ -92,15 +91,9 @@ class InputProcessor:
         """Validate sequences and number their groups: equal prompts are computed once.
 
         `inputs` are prompts, or the error that the encoding of one raised; `params` has one for
-        each. `members` numbers the sequences of each input, from 0. `keeps_refused` returns those
-        of an input that is refused as failed requests, instead of raising.
-
-        Returns:
-            Requests in the order of `inputs`, the members of one input adjacent.
-
-        Raises:
-            InvalidRequestError: a sequence could never be served, or its sampling parameters are
-                not for this model; none is queued then.
+        each. `members` numbers the sequences of each input, from 0; they are adjacent. Raises
+        `InvalidRequestError` for a sequence that could never be served, or sampling parameters that
+        are not for this model; with `keeps_refused`, refused sequences are failed requests.
         """
         if not isinstance(request_id, str | None):
             raise InvalidRequestError(f"request_id={request_id!r} is no text; pass a str.")
@@ -165,11 +158,8 @@ class InputProcessor:
         return number, generated_id
 
     def _max_new_tokens(self, prompt: list[int], params: SamplingParams, index: int) -> int:
-        self._require_known(
-            f"input {index}",
-            (min(prompt), max(prompt)),
-            "was it made by another model's tokenizer?",
-        )
+        extremes, advice = (min(prompt), max(prompt)), "was it made by another model's tokenizer?"
+        self._require_known(f"input {index}", extremes, advice)
         limits = [(self.limits.max_cached_tokens(), "the KV cache holds", _CACHE_ADVICE)]
         if self.limits.max_positions is not None:
             limits.append((self.limits.max_positions, "the model takes", _MODEL_ADVICE))
@@ -206,8 +196,8 @@ class InputProcessor:
             "forced_bos_token_id": params.forced_bos_token_id,
             "forced_eos_token_id": params.forced_eos_token_id,
         }
+        advice = "leave it out, or look it up in the model's own tokenizer."
         for name, tokens in named.items():
-            advice = "leave it out, or look it up in the model's own tokenizer."
             self._require_known(name, tokens, advice)
         if params.top_logprobs > self.limits.vocab_size():
             raise InvalidRequestError(
@@ -256,15 +246,15 @@ class InputProcessor:
     def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
         """Return a reproducible 64-bit seed, distinct for each sequence.
 
-        A request's own seed is combined with its index in the group. Without one, the config's
-        seed is combined with the rank and the number of earlier sequences.
+        It is made of a request's own seed and its index in the group, else of the config's seed,
+        the rank and the number of earlier sequences.
         """
         if params.seed is not None:
             words = ("request", params.seed, member)
         else:
             words = ("config", self._seed, self._rank, number)
         digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
-        return struct.unpack("<q", digest)[0]
+        return int.from_bytes(digest, "little", signed=True)
 
 
 def _prompt(input_ids: Any, index: int) -> list[int]:

@@ -1,7 +1,4 @@
-"""Defer Python's signal handlers on the main thread while an engine's state changes.
-
-Python runs handlers on the main thread, so a block of another thread defers nothing.
-"""
+"""Defer Python's signal handlers, which the main thread runs, while an engine's state changes."""
 
 import signal
 import threading
@@ -79,8 +76,7 @@ _outermost: Interrupts | None = None
 def interrupts_deferred() -> Iterator[Interrupts]:
     """Run Python's signal handlers after the block, or at its `deliver()`, instead of inside it.
 
-    A block inside another one defers to it. A repeated signal is handled at once, so that a block
-    that hangs can be interrupted.
+    A block inside another one defers to it. A repeated signal is handled at once: a block may hang.
     """
     global _outermost
     if threading.current_thread() is not threading.main_thread():

@@ -4,9 +4,6 @@ Each process has a shard of the model, the same requests and an engine of its ow
 decisions give equal batches. The first process leads: it decides when requests are admitted and
 cancelled, when a step runs and when the engine pauses, and sends each decision as a
 `LockstepCommand`, which the others follow in order. Called by the thread that uses the engine.
-
-Two process groups of gloo carry commands and agreements on a number, and wait as long as the
-default process group does.
 """
 
 import enum
@@ -106,17 +103,15 @@ class EngineGroup:
             distributed.all_gather_object(values, value, self._agreements)
         return values
 
-    def send(self, command: LockstepCommand) -> None:
-        self._broadcast([command])
+    def send(self, command: LockstepCommand | None) -> Any:
+        """Send the leading process's command to all; None in the others, which return it."""
+        item = [command]
+        with self._awaiting(f"the decisions of rank {self.ranks[0]}"):
+            distributed.broadcast_object_list(item, self.ranks[0], self._commands)
+        return item[0]
 
     def receive(self) -> LockstepCommand:
-        return self._broadcast([None])
-
-    def _broadcast(self, command: list[Any]) -> Any:
-        """Set the list's only item to the leading process's, and return it."""
-        with self._awaiting(f"the decisions of rank {self.ranks[0]}"):
-            distributed.broadcast_object_list(command, self.ranks[0], self._commands)
-        return command[0]
+        return self.send(None)
 
     @contextmanager
     def _awaiting(self, awaited: str) -> Iterator[None]:
@@ -133,11 +128,10 @@ class EngineGroup:
 class Lockstep:
     """Send the commands of a process that leads, or take those that a process follows.
 
-    Called under the condition of the loop, except `record`.
+    Called under the condition of the loop, `changed`, except `record`.
     """
 
     def __init__(self, group: EngineGroup, changed: threading.Condition) -> None:
-        """Start before the first command; `changed`, the loop's, is notified when one arrives."""
         self._group, self._changed = group, changed
         self.follows = not group.is_leader
         """True where another process decides."""
@@ -159,10 +153,8 @@ class Lockstep:
     def take(self, live: Mapping[str, tuple[Request, Any]]) -> LockstepCommand | None:
         """Wait for the next command to admit, cancel or step; `live` are this process's requests.
 
-        None where this process has to pause or to submit a request first.
-
-        Raises:
-            RolloutError: the processes are not in step, or the leading one is gone.
+        None where this process has to pause or to submit a request first. Raises `RolloutError` if
+        the processes are not in step, or the leading one is gone.
         """
         command = self._next = self._next or self._group.receive()
         is_known = all(request_id in live for request_id, _ in command.admitted)

@@ -1,8 +1,7 @@
 """Step an engine while it has requests, on a background thread or on a waiting caller's.
 
-Owns the thread, the queue of submitted requests and the engine's failure. One thread at a time uses
-the engine: the background thread, a caller in `stepping()`, or one inside `paused()`. The thread is
-a daemon, which the loop's owner halts; while idle it keeps nothing alive.
+Owns the thread, a daemon, the queue of submitted requests and the engine's failure. One thread at a
+time uses the engine: the background thread, a caller in `stepping()`, or one inside `paused()`.
 """
 
 import threading
@@ -33,9 +32,6 @@ HALT_TIMEOUT_SECONDS = 10.0
 
 # A late cancel must tell an ended request from an unknown one.
 NUM_ENDED_IDS_KEPT = 10_000
-
-# Steps until its first argument returns True; see `EngineLoop.stepping`.
-StepUntil = Callable[..., None]
 
 
 class NextAction(Enum):
@@ -72,17 +68,9 @@ def _step_while_it_exists(
 class EngineLoop:
     """Step an engine and deliver its outputs; thread-safe."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        max_queue_size: int,
-        return_logprobs: bool,
-        group: EngineGroup | None = None,
-    ) -> None:
-        """Start no thread yet; at most `max_queue_size` requests may wait; 0: no limit."""
+    def __init__(self, engine: Engine, group: EngineGroup | None = None) -> None:
+        """Start no thread yet."""
         self.engine = engine
-        self._max_queue_size, self._return_logprobs = max_queue_size, return_logprobs
         self._changed = threading.Condition()
         self._lockstep = None if group is None else Lockstep(group, self._changed)
         self._inbox: deque[Request] = deque()
@@ -138,25 +126,19 @@ class EngineLoop:
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
         """Queue requests, all or none, with the members of a group side by side.
 
-        Raises:
-            RolloutError: the engine stopped, more requests than `max_queue_size` would wait, or an
-                id is in use.
+        Raises `RolloutError` if the engine stopped, too many would wait, or an id is in use.
         """
         with interrupts_deferred(), self._changed:
             self.require_alive()
             if self._is_stopping:
                 raise RolloutError("the manager was stopped; start() it before adding requests.")
             num_waiting = len(self._inbox) + self.engine.num_waiting
-            most, num_new = self._max_queue_size, len(requests)
-            if most and num_new > most:
-                raise QueueFullError(
-                    f"{num_new} requests at once are more than max_queue_size={most} ever takes; "
-                    "raise it, or send fewer."
-                )
+            most, num_new = self.engine.config.max_queue_size, len(requests)
             if most and num_waiting + num_new > most:
+                advice = "take results first" if num_new <= most else "send fewer at once"
                 raise QueueFullError(
                     f"{num_waiting} requests wait and {num_new} more would pass max_queue_size="
-                    f"{most}; take results first, or raise it."
+                    f"{most}; {advice}, or raise it."
                 )
             assert len({r.request_id for r in requests}) == len(requests), "one id twice"
             for request in requests:
@@ -208,10 +190,7 @@ class EngineLoop:
     def redirect(self, request_id: str, sink: OutputSink, undelivered: OutputQueue) -> None:
         """Send a request's further outputs, and those in `undelivered`, to another sink.
 
-        The request may be submitted later.
-
-        Raises:
-            InvalidRequestError: the request ended, and all of its outputs were delivered.
+        The request may be submitted later. Raises `InvalidRequestError` if all was delivered.
         """
         with interrupts_deferred(), self._changed:
             outputs = list(iter(lambda: undelivered.take(request_id, 0.0), None))
@@ -289,15 +268,14 @@ class EngineLoop:
         self.engine.capture_wanted()
 
     @contextmanager
-    def stepping(self) -> Iterator["StepUntil | None"]:
+    def stepping(self) -> Iterator[Callable[..., None] | None]:
         """Step on the calling thread instead of the background thread.
 
         A waiting caller steps faster on a CPU: each computing thread has a pool of OpenMP workers,
         and libgomp's workers sleep instead of spinning once two pools share the cores.
 
-        Yields:
-            A function `step_until(is_done, poll_seconds)`, which calls `is_done` at every change
-            and every `poll_seconds`; None if another caller steps, whose steps serve this one too.
+        Yields `step_until(is_done, poll_seconds)`, which calls `is_done` at every change and every
+        `poll_seconds`; None if another caller steps, whose steps serve this one too.
         """
         with self.pauses.stepping() as is_mine:
             yield self._step_until if is_mine else None
@@ -401,11 +379,11 @@ class EngineLoop:
         decoding = RequestStatus.DECODING
         for request in touched:
             is_final = request.status is not decoding and request.status.is_final
-            if not is_final and not request.is_streaming:
-                continue
             if is_final:
                 self.durations.record_ended(request)
-            output = request.output(self._return_logprobs)
+            elif not request.is_streaming:
+                continue
+            output = request.output(self.engine.config.return_logprobs)
             with self._changed:
                 _, sink = self._live[request.request_id]
                 sink.put(output)

@@ -75,8 +75,7 @@ class ContinuousBatchingManager:
             trained: the training model that `model` is a copy of; None: `model` itself.
             optimizer: the training model's optimizer, its class or known name; None: unknown.
 
-        Raises:
-            ConfigurationError: a setting or the model cannot be honoured.
+        Raises `ConfigurationError` if a setting or the model cannot be honoured.
         """
         self.config = as_rollout_config(continuous_batching_config)
         module = hf_compat.unwrap(model)
@@ -113,12 +112,7 @@ class ContinuousBatchingManager:
             rank = self.group.data_parallel_rank
             (seed, *_) = self.group.gather(secrets.randbits(63) if seed is None else seed)
         self.input_processor = InputProcessor(limits, seed, rank, tokenizer)
-        self.loop = loop = EngineLoop(
-            engine,
-            max_queue_size=self.config.max_queue_size,
-            return_logprobs=self.config.return_logprobs,
-            group=self.group,
-        )
+        self.loop = loop = EngineLoop(engine, self.group)
         self.pauses, self.durations, self.counters = loop.pauses, loop.durations, engine.counters
         self.is_served = False
         """True while a server submits requests, so that the background thread computes."""
@@ -135,10 +129,9 @@ class ContinuousBatchingManager:
     def warmup(self, num_steps: float = math.inf) -> None:
         """Trace and compile decode steps now, and capture those that ran without their own graph.
 
-        `num_steps` are to come: on a CPU steps are compiled, for seconds, where that pays off.
-        On a GPU a graph for each number of rows was captured when the engine was made; steps of
-        long sequences, or without a shared prompt, may want another. May be called before
-        `start()`; a thread that trains must not compute at the same time.
+        `num_steps` are to come: on a CPU steps are compiled, for seconds, where that pays off. On a
+        GPU steps of long sequences, or without a shared prompt, may want another graph than those
+        captured at first. A thread that trains must not compute at the same time.
         """
         with self.loop.paused():
             self.pauses.require_weights()
@@ -169,9 +162,8 @@ class ContinuousBatchingManager:
             keep_for_next_session: keep the KV cache for the next `start()`.
             hard_stop: cancel the requests in flight at once; they deliver their tokens so far.
 
-        Raises:
-            RolloutError: this thread paused the engine; or requests in flight cannot finish,
-                because the engine is asleep.
+        Raises `RolloutError` if this thread paused the engine, or requests in flight cannot finish
+        because the engine is asleep.
         """
         if self.is_running():
             self.pauses.require_not_paused_here("its thread cannot end")
@@ -301,10 +293,8 @@ class ContinuousBatchingManager:
     ) -> GenerationOutput | None:
         """Take the next output, of one request or of any, first delivered first.
 
-        Returns None after `timeout` seconds, or when no such request is in flight.
-
-        Raises:
-            EngineDeadError: the engine stopped on an exception.
+        Returns None after `timeout` seconds, or when no such request is in flight. Raises
+        `EngineDeadError` if the engine stopped on an exception.
         """
         if (output := self._output_queue.take(request_id, 0.0)) is not None:
             return output
@@ -334,12 +324,9 @@ class ContinuousBatchingManager:
     ) -> None:
         """Call `callback` on the running asyncio loop with each further output of a request.
 
-        Outputs not taken yet come first. The request may be added later. When the engine
-        stops on an exception, the callback gets an output with `status=FAILED`.
-
-        Raises:
-            RolloutError: no asyncio loop runs in this thread.
-            InvalidRequestError: the request ended, and all of its outputs were delivered.
+        Outputs not taken yet come first. The request may be added later. When the engine stops on
+        an exception, the callback gets an output with `status=FAILED`. Raises `RolloutError` if no
+        asyncio loop runs in this thread, and `InvalidRequestError` if all outputs were delivered.
         """
         try:
             asyncio_loop = asyncio.get_running_loop()
@@ -374,7 +361,6 @@ class ContinuousBatchingManager:
 
     @property
     def routers(self) -> Routers | None:
-        """Return the routers whose choices are recorded; None: `router_replay` is off."""
         return self.engine.routers
 
     @property
@@ -382,16 +368,7 @@ class ContinuousBatchingManager:
         return self.input_processor.limits
 
     def status(self) -> EngineStatus:
-        """Return the engine's state now."""
-        engine = self.engine
-        return EngineStatus(
-            requests_running=engine.num_running,
-            requests_waiting=engine.num_waiting,
-            kv_blocks_used=engine.num_blocks_used,
-            kv_blocks=engine.memory_plan.num_blocks,
-            kv_bytes=engine.cache_bytes,
-            policy_version=engine.policy_version,
-        )
+        return self.engine.status()
 
     def require_can_wait(self) -> None:
         self.pauses.require_can_wait()
@@ -402,17 +379,16 @@ class ContinuousBatchingManager:
         params: Sequence[SamplingParams],
         **options: Any,
     ) -> list[Request]:
-        """Validate sequences without queueing them; see `InputProcessor.requests`.
-
-        The first prompt with an image, and the first one with several, is run by a plain forward
-        too, in a pause of the engine; `ConfigurationError`: the model cannot run them.
-        """
+        """Validate sequences without queueing them; see `InputProcessor.requests`."""
         requests = self.input_processor.requests(inputs, params, **options)
         self.check_images(requests)
         return requests
 
     def check_images(self, requests: Sequence[Request]) -> None:
-        """Raise `ConfigurationError` where the model cannot run the images of a prompt."""
+        """Raise `ConfigurationError` where the model cannot run the images of a prompt.
+
+        The first prompt with an image, and the first with several, also runs by a plain forward.
+        """
         for request in requests:
             if request.images is not None and not self.engine.has_checked(request.images):
                 with self.loop.paused():
@@ -431,9 +407,8 @@ class ContinuousBatchingManager:
     ) -> Iterator[None]:
         """Pause as `pause()` does, whether anything runs or not."""
         if in_flight not in list(InFlight):
-            raise ConfigurationError(
-                f"in_flight={in_flight!r} is not one of {', '.join(InFlight)}."
-            )
+            words = ", ".join(InFlight)
+            raise ConfigurationError(f"in_flight={in_flight!r} is not one of {words}.")
         with self.loop.paused():
             version = self.engine.policy_version
             try:
@@ -460,10 +435,8 @@ class ContinuousBatchingManager:
     def wake(self) -> None:
         """Resume the engine, which allocates the KV memory with its next step.
 
-        Graphs that `sleep` released are captured in the calling thread, the one that trains.
-
-        Raises:
-            RolloutError: the weights that generate were released, and not synced since.
+        Graphs that `sleep` released are captured in the calling thread, the one that trains. Raises
+        `RolloutError` if the weights that generate were released, and not synced since.
         """
         self.pauses.require_weights()
         if PauseReason.SLEEP in self.pauses.reasons:

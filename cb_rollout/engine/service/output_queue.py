@@ -18,10 +18,7 @@ from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 
 class OutputSink(Protocol):
-    """Receiver of a request's outputs, and of the error after which none follows.
-
-    Called on the thread that steps the engine.
-    """
+    """Receiver of outputs, and of the error after which none follows, on the engine's thread."""
 
     def put(self, output: GenerationOutput) -> None: ...
 
@@ -67,8 +64,7 @@ class OutputQueue:
     ) -> GenerationOutput | None:
         """Take the next output, of one request or of any; None after `timeout` seconds.
 
-        Raises:
-            EngineDeadError: the queue was closed and holds no such output.
+        Raises the error of `close()` where the queue holds no such output.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with interrupts_deferred() as interrupts:

@@ -33,16 +33,12 @@ class PauseController:
     """Keep steps and pauses of an engine apart; any thread may pause."""
 
     def __init__(self, changed: threading.Condition, could_step: Callable[[], bool]) -> None:
-        """Start without a pause.
-
-        `changed` is the loop's condition; `could_step` returns whether the loop's thread runs.
-        """
+        """Share the loop's condition; `could_step` returns whether the loop's thread runs."""
         self._changed, self._could_step = changed, could_step
         self._stepping_thread: int | None = None
         self._caller_thread: int | None = None
         self._owes_turn = False
         self.reasons: set[PauseReason] = set()
-        """Reasons for which the engine stays paused; changed by `hold` and `release`."""
         self._pausing_thread: int | None = None
         self._pause_depth = 0
 
@@ -52,7 +48,6 @@ class PauseController:
 
     @property
     def is_nested(self) -> bool:
-        """Return whether the pause that began last is inside another one of its thread."""
         return self._pause_depth > 1
 
     @property

@@ -79,7 +79,7 @@ def test_256_continuations_of_long_histories_fit_two_gib_by_the_plan_and_the_sch
 ):
     num_rows, num_gathered = scheduled([(8000, 20)] * 256, is_packed)
     assert num_rows > 1
-    assert gathered_bytes(num_gathered) <= plan.gathered_bytes < 2 * GIB
+    assert gathered_bytes(num_gathered) <= plan.gathered_bytes_of(plan.num_blocks) < 2 * GIB
 
 
 # Rows of few new tokens are scheduled together, whatever their history.
@@ -93,7 +93,7 @@ LOADS = st.sampled_from([40, 20_000]).flatmap(
 @given(is_packed=st.booleans(), rows=LOADS)
 def test_no_prefill_gathers_more_than_is_planned(plan, is_packed, rows):
     _, num_gathered = scheduled(rows, is_packed)
-    assert gathered_bytes(num_gathered) <= plan.gathered_bytes
+    assert gathered_bytes(num_gathered) <= plan.gathered_bytes_of(plan.num_blocks)
 
 
 class ResultsOfSizes(TorchDispatchMode):

@@ -162,15 +162,17 @@ def test_a_forward_is_left_its_workspace():
 def test_a_forward_that_gathers_few_of_many_blocks_leaves_memory_to_the_others():
     sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "gathered_bytes_per_token": 30}
     plan = plan_of(max_sequence_tokens=4, **sizes)
-    assert (plan.gathered_bytes, plan.num_blocks) == (4 * 30, (800 - 4 * 30) // 30)
+    assert plan.num_blocks == (800 - 4 * 30) // 30
+    assert plan.gathered_bytes_of(plan.num_blocks) == 4 * 30
 
 
 def test_a_prefill_gathers_a_block_that_rows_share_for_each_of_them():
     sizes = {"max_memory_percent": 1, "bytes_per_sequence": 0, "gathered_bytes_per_token": 30}
     plan = plan_of(max_batch_tokens=20, max_sequence_tokens=4, **sizes)
-    assert (plan.gathered_bytes, plan.num_blocks) == (20 * 30, (800 - 20 * 30) // 30)
+    assert plan.num_blocks == (800 - 20 * 30) // 30
+    assert plan.gathered_bytes_of(plan.num_blocks) == 20 * 30
     plan = plan_of(max_batch_tokens=20, max_sequence_tokens=4, max_requests=1, **sizes)
-    assert plan.gathered_bytes == 4 * 30
+    assert plan.gathered_bytes_of(plan.num_blocks) == 4 * 30
 
 
 def test_memory_of_graphs_is_a_part_of_what_is_used():

@@ -52,9 +52,9 @@ class Handler(OutputQueue):
 def create_loop():
     loops = []
 
-    def create(max_queue_size=0, return_logprobs=True, **settings):
+    def create(**settings):
         engine = WatchedEngine(tiny_model("llama"), RolloutConfig(seed=0, **settings))
-        loop = EngineLoop(engine, max_queue_size=max_queue_size, return_logprobs=return_logprobs)
+        loop = EngineLoop(engine)
         loops.append(loop)
         return loop
 
