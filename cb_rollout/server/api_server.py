@@ -13,21 +13,17 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import cb_rollout
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import RolloutError
 from cb_rollout.metrics.live_metrics import CONTENT_TYPE, exposition
-from cb_rollout.server import protocol
+from cb_rollout.rollout.prompts import Encoded
+from cb_rollout.server import protocol, responses
 from cb_rollout.server.middleware import AccessMiddleware
 from cb_rollout.server.output_router import Submission
 from cb_rollout.server.protocol import ApiError, as_api_error
-from cb_rollout.server.responses import (
-    ChatResponseBuilder,
-    CompletionResponseBuilder,
-    ResponseBuilder,
-    TokenResponseBuilder,
-)
+from cb_rollout.server.responses import ResponseBuilder
 from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.served_model import ServedModel
-from cb_rollout.server.sessions import Session
 
 # Most characters of a field's name in an answer: a client may send any.
 MAX_NAME_CHARACTERS = 100
@@ -90,10 +86,6 @@ def create_app(served: ServedModel) -> AccessMiddleware:
 
 
 def _add_generation(app: FastAPI, served: ServedModel) -> None:
-    def session_of(request: Request) -> Session | None:
-        name = request.path_params.get("session")
-        return None if name is None else served.sessions.get(name)
-
     @app.post("/sessions/{session}/v1/completions", include_in_schema=False)
     @app.post("/v1/completions")
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
@@ -104,11 +96,8 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         if body.prompt_logprobs is not None and body.stream:
             why = "prompt_logprobs are not streamed; set stream=false."
             raise ApiError(400, why, "prompt_logprobs")
-        builder = CompletionResponseBuilder(served, body, prompts, params)
-        name = body.request_id or request.headers.get(ID_HEADER)
-        session = session_of(request)
-        submitted = served.submit(prompts, params, body.n or 1, body.stream, name, session)
-        return await _respond(builder, await submitted, body.stream, request)
+        builder = responses.CompletionResponseBuilder(served, body, prompts, params)
+        return await _respond(builder, prompts, params, request)
 
     @app.post("/sessions/{session}/v1/chat/completions", include_in_schema=False)
     @app.post("/v1/chat/completions")
@@ -119,21 +108,16 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         tools = _plain(body.tools) if body.tool_choice != "none" else None
         chat = await served.encode_chat(_plain(body.messages), tools)
         params = await served.sampling_params(body)
-        builder = ChatResponseBuilder(served, body, chat, params, tools)
-        name = body.request_id or request.headers.get(ID_HEADER)
-        session = session_of(request)
-        submitted = served.submit([chat.prompt], params, body.n or 1, body.stream, name, session)
-        return await _respond(builder, await submitted, body.stream, request)
+        builder = responses.ChatResponseBuilder(served, body, chat, params, tools)
+        return await _respond(builder, [chat.prompt], params, request)
 
     @app.post("/inference/v1/generate")
     async def generate(body: protocol.TokenRequest, request: Request) -> Response:
         """Continue token ids; answer with token ids, log-probabilities and policy versions."""
         served.require_known(body.model)
         params = await served.sampling_params(body.sampling_params)
-        name, n = body.request_id or request.headers.get(ID_HEADER), body.sampling_params.n
-        builder, streams = TokenResponseBuilder(served, body, name), bool(body.stream)
-        submitted = served.submit([body.token_ids], params, n, streams, name)
-        return await _respond(builder, await submitted, streams, request)
+        builder = responses.TokenResponseBuilder(served, body, _client_id(body, request))
+        return await _respond(builder, [body.token_ids], params, request)
 
 
 def _add_sessions(app: FastAPI, served: ServedModel) -> None:
@@ -173,7 +157,6 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
 
         `clear_cache` changes nothing: keys of older weights are never matched.
         """
-        del clear_cache
         await served.control.pause(mode)
         return _Json({"status": "paused", "policy_version": served.manager.policy_version})
 
@@ -230,8 +213,7 @@ def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir.", "update_info")
         if body.weight_dir is not None:
-            info = protocol.FileUpdate(weight_dir=body.weight_dir)
-            return _Json({"status": "ok", **await updates.replace(info)})
+            return _Json({"status": "ok", **await updates.replace(body.weight_dir)})
         assert body.update_info is not None
         count = await updates.add(body.update_info, body.update_id)
         return _Json({"message": "Weights updated", "num_tensors": count})
@@ -248,7 +230,6 @@ def _add_server_info(app: FastAPI, served: ServedModel) -> None:
     @app.get("/get_world_size")
     async def get_world_size(include_dp: bool = True) -> Response:
         """Return the number of processes that receive weights: one."""
-        del include_dp
         return _Json({"world_size": 1})
 
     @app.get("/server_info")
@@ -256,7 +237,33 @@ def _add_server_info(app: FastAPI, served: ServedModel) -> None:
         config_format: Annotated[Literal["text", "json"], Query()] = "text",
     ) -> Response:
         """Return what clients of vLLM read of its configuration, and the engine's state."""
-        return _Json(_server_info(served, config_format))
+        manager = served.manager
+        config = {
+            "model_config": {
+                "model": served.options.model_name,
+                "served_model_name": served.options.model_name,
+                "dtype": str(manager.model.dtype),
+                "max_model_len": served.max_model_len,
+                "max_logprobs": 20,
+                # After the temperature, as TRL's loss recomputes them.
+                "logprobs_mode": "processed_logprobs",
+            },
+            "parallel_config": dict.fromkeys((*PARALLEL_SIZES, "world_size"), 1),
+            "lora_config": None,
+            "weight_transfer_config": {"backend": "gloo"} if served.weights else None,
+        }
+        status = manager.status()
+        info = {
+            "vllm_config": config if config_format == "json" else str(config),
+            "cb_rollout": cb_rollout.__version__,
+            "policy_version": manager.policy_version,
+            "weight_version": served.weights.weight_version if served.weights else None,
+            "is_paused": served.control.is_paused,
+            "logprobs_mode": manager.config.logprobs_mode,
+            "requests_running": status.requests_running,
+            "requests_waiting": status.requests_waiting,
+        }
+        return _Json(info)
 
     @app.get("/is_paused")
     async def is_paused() -> Response:
@@ -289,35 +296,6 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         manager = served.manager
         text = exposition(manager.counters, manager.status(), manager.durations)
         return Response(text, headers={"content-type": CONTENT_TYPE})
-
-
-def _server_info(served: ServedModel, config_format: str) -> dict[str, Any]:
-    manager = served.manager
-    config = {
-        "model_config": {
-            "model": served.options.model_name,
-            "served_model_name": served.options.model_name,
-            "dtype": str(manager.model.dtype),
-            "max_model_len": served.max_model_len,
-            "max_logprobs": 20,
-            # After the temperature, as TRL's loss recomputes them.
-            "logprobs_mode": "processed_logprobs",
-        },
-        "parallel_config": dict.fromkeys((*PARALLEL_SIZES, "world_size"), 1),
-        "lora_config": None,
-        "weight_transfer_config": {"backend": "gloo"} if served.weights else None,
-    }
-    status = manager.status()
-    return {
-        "vllm_config": config if config_format == "json" else str(config),
-        "cb_rollout": cb_rollout.__version__,
-        "policy_version": manager.policy_version,
-        "weight_version": served.weights.weight_version if served.weights else None,
-        "is_paused": served.control.is_paused,
-        "logprobs_mode": manager.config.logprobs_mode,
-        "requests_running": status.requests_running,
-        "requests_waiting": status.requests_waiting,
-    }
 
 
 def _model_card(served: ServedModel) -> dict[str, Any]:
@@ -357,9 +335,18 @@ def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
 
 
 async def _respond(
-    builder: ResponseBuilder, submission: Submission, is_streaming: bool, request: Request
+    builder: ResponseBuilder,
+    prompts: Sequence[Encoded],
+    params: SamplingParams,
+    request: Request,
 ) -> Response:
-    if is_streaming:
+    """Queue the sequences of a request, and answer with their response or their stream."""
+    streams, client_id = bool(builder.body.stream), _client_id(builder.body, request)
+    session = request.path_params.get("session")
+    submission = await builder.model.submit(
+        prompts, params, builder.num_choices, streams, client_id, session
+    )
+    if streams:
         return _EventStream(_events(builder, submission), submission)
     working = asyncio.ensure_future(_answer(builder, submission))
     leaving = asyncio.ensure_future(_gone(request))
@@ -380,6 +367,10 @@ async def _answer(builder: ResponseBuilder, submission: Submission) -> dict[str,
     outputs = {index: output async for index, output in submission.updates()}
     await builder.score_prompts()
     return builder.whole([outputs[index] for index in sorted(outputs)])
+
+
+def _client_id(body: Any, request: Request) -> str | None:
+    return body.request_id or request.headers.get(ID_HEADER)
 
 
 async def _gone(request: Request) -> None:

@@ -1,8 +1,4 @@
-"""Token ids to the text, bytes and log-probabilities that clients see.
-
-Owns incremental detokenization: only whole characters, and no part of a stop string. Called on the
-server's asyncio thread.
-"""
+"""Token ids to whole characters, bytes and log-probabilities, on the server's asyncio thread."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -114,13 +110,8 @@ class TokenTable:
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._known(token)[0] for token in token_ids]
 
-    def chat_logprobs(
-        self, output: GenerationOutput, start: int = 0, as_ids: bool = False
-    ) -> dict[str, Any]:
-        """Return log-probabilities from the token `start` on, in the shape of a chat choice.
-
-        `as_ids` writes tokens as `token_id:7`.
-        """
+    def chat_logprobs(self, output: GenerationOutput, start: int, as_ids: bool) -> dict[str, Any]:
+        """Return a chat choice's log-probabilities from `start`, `as_ids` of `token_id:7`."""
 
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             name, utf8 = self._name(token_id, as_ids), self._known(token_id)[1]
@@ -129,23 +120,16 @@ class TokenTable:
         return {"content": logprob_entries(output, start, entry), "refusal": None}
 
     def completion_logprobs(
-        self,
-        output: GenerationOutput,
-        start: int = 0,
-        num_characters: int = 0,
-        as_ids: bool = False,
+        self, output: GenerationOutput, start: int, num_characters: int, as_ids: bool
     ) -> dict[str, Any]:
-        """Return log-probabilities from the token `start` on, in a completion choice's shape.
+        """Return a completion choice's log-probabilities from `start`, after `num_characters`.
 
-        `num_characters` come before that token. With `as_ids`, the likeliest tokens include the
-        sampled token.
+        With `as_ids`, the likeliest tokens include the sampled token.
         """
         tokens, logprobs = output.generated_tokens[start:], output.logprobs[start:]
         texts = self.texts(tokens)
         *offsets, _ = accumulate(map(len, texts), initial=num_characters)
-        tops: Sequence[Any] = [()] * len(tokens)
-        if output.top_logprobs is not None:
-            tops = output.top_logprobs[start:]
+        tops: Sequence[Any] = (output.top_logprobs or [()] * len(output.generated_tokens))[start:]
         if as_ids:
             own = zip(tokens, logprobs, strict=True)
             tops = [(*top, pair) for top, pair in zip(tops, own, strict=True)]

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -87,21 +87,14 @@ def start_server(
 
 
 class _Listener(socket.socket):
-    """A listening socket of which asyncio accepts few connections at once.
-
-    asyncio accepts as many as may wait, before it looks at any.
-    """
+    """A listening socket of which asyncio accepts few connections before it looks at any."""
 
     def listen(self, _: int = BACKLOG) -> None:
         super().listen(BACKLOG)
 
 
 def max_connections(options: ServerOptions) -> int:
-    """Return the most open connections, half of the files that the process may open at most.
-
-    Raises:
-        ConfigurationError: the options name more.
-    """
+    """Return the most connections; `ConfigurationError`: they exceed half of what may be open."""
     num_files = 1 << 20
     if sys.platform != "win32":
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -130,7 +123,7 @@ def _bound(options: ServerOptions) -> socket.socket:
         ) from error
 
 
-class ServerHandle:
+class ServerHandle(AbstractContextManager["ServerHandle"]):
     """A running server.
 
     Attributes:
@@ -174,10 +167,7 @@ class ServerHandle:
 
     @contextmanager
     def session(self) -> Iterator["Session"]:
-        """Open a session for an agent: a base URL of its own, whose answers' tokens are kept.
-
-        It is closed with the context; what it holds stays.
-        """
+        """Open a session for an agent: a base URL whose answers are kept after the context."""
         opened = self.model.sessions.open()
         try:
             yield opened
@@ -220,9 +210,6 @@ class ServerHandle:
             self.model.output_router.cancel_all()
         self.model.manager.is_served = False
         self._thread.join(CLOSE_SECONDS)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

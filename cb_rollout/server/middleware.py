@@ -76,8 +76,7 @@ class LimitedConnection(asyncio.Protocol):
             self.end()
 
     def on_response_complete(self) -> None:
-        uvicorns: Any = super()
-        uvicorns.on_response_complete()
+        super().on_response_complete()  # type: ignore[misc]
         self._begin_limit()
 
     def send_400_response(self, msg: str) -> None:
@@ -87,9 +86,8 @@ class LimitedConnection(asyncio.Protocol):
         """
         if self._is_running():
             self.end()
-            return
-        uvicorns: Any = super()
-        uvicorns.send_400_response(msg)
+        else:
+            super().send_400_response(msg)  # type: ignore[misc]
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -116,10 +114,7 @@ class LimitedConnection(asyncio.Protocol):
 
 
 def limited_connections(protocol: type[Any], options: ServerOptions, most: int) -> type[Any]:
-    """Return a class of `uvicorn.protocols.http` with limits.
-
-    A connection more than `most` closes the connection that waits longest for a head.
-    """
+    """Return a class of `uvicorn.protocols.http` with limits, and `most` connections at a time."""
     limits = {
         "most": most,
         "waiting_seconds": options.body_timeout_seconds,
@@ -192,31 +187,25 @@ class AccessMiddleware:
         length = dict(scope["headers"]).get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             raise too_large
-        parts, size, is_whole = [], 0, False
+        body, has_more, seconds = bytearray(), True, self._options.body_timeout_seconds
         try:
-            async with asyncio.timeout(self._options.body_timeout_seconds):
-                while not is_whole:
+            async with asyncio.timeout(seconds):
+                while has_more:
+                    # The message of a client that is gone has neither.
                     message = await receive()
-                    if message["type"] == "http.disconnect":
-                        break
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
+                    body += message.get("body", b"")
+                    if len(body) > limit:
                         raise too_large
-                    is_whole = not message.get("more_body", False)
+                    has_more = message.get("more_body", False)
         except TimeoutError as error:
-            seconds = self._options.body_timeout_seconds
             raise ApiError(400, f"the body did not arrive within {seconds:g} s.") from error
-        return b"".join(parts)
+        return bytes(body)
 
 
 def is_own_user(
     scope: Scope, lists: Sequence[Path] = CONNECTION_LISTS, user: int | None = None
 ) -> bool:
-    """Return whether a request from this machine is of a user, or of this process's for None.
-
-    False where none of Linux's `lists` of connections tells.
-    """
+    """Return whether `lists` of connections say that a request is of a user; None: our own."""
     ports = [f"{address[1]:04X}" for address in (scope["client"], scope["server"]) if address]
     users = set()
     for path in lists:

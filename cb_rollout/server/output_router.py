@@ -10,8 +10,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Self, TypeVar
+from contextlib import AbstractContextManager, suppress
+from typing import Any, TypeVar
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
@@ -25,10 +25,7 @@ T = TypeVar("T")
 
 
 class OutputRouter:
-    """The output sink of the server's requests; created on the asyncio thread that reads from it.
-
-    A submission's sequences may take `timeout_seconds`.
-    """
+    """The output sink of the server's requests; created on the asyncio thread that reads it."""
 
     def __init__(self, manager: ContinuousBatchingManager, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -50,10 +47,7 @@ class OutputRouter:
         client_id: str | None = None,
         session: Session | None = None,
     ) -> "Submission":
-        """Queue the sequences of an HTTP request, which its client calls `client_id`.
-
-        Those that finish are recorded in the `session`.
-        """
+        """Queue a client's sequences; the `session` records those that finish."""
         deadline = self._asyncio_loop.time() + self._timeout_seconds
         submission = Submission(self, requests, deadline, client_id, session)
         self._manager.submit(requests, self)
@@ -97,10 +91,7 @@ class OutputRouter:
                 submission.fail(error)
 
     def abort(self, client_ids: Collection[str] | None) -> int:
-        """End requests by their clients' names, all for None; return their number.
-
-        Each is answered with the tokens that it has.
-        """
+        """End requests by clients' names, all for None, with the tokens they have; count them."""
         named = None if client_ids is None else frozenset(client_ids)
         submissions = dict.fromkeys(self._submissions.values())
         aborted = [x for x in submissions if named is None or x.client_id in named]
@@ -120,7 +111,7 @@ class OutputRouter:
         self._manager.cancel_requests(request_ids)
 
 
-class Submission:
+class Submission(AbstractContextManager["Submission"]):
     """The sequences of a request; leaving it cancels those that have not ended."""
 
     def __init__(
@@ -175,9 +166,6 @@ class Submission:
             if self._error is not None:
                 raise self._error
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         if self.unfinished:
             self._router.abandon(list(self.unfinished))
@@ -186,13 +174,10 @@ class Submission:
 class EngineControl:
     """Clients' control of an engine."""
 
-    def __init__(self, manager: ContinuousBatchingManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: ContinuousBatchingManager, router: OutputRouter) -> None:
+        self._manager, self._router = manager, router
         self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
         self._has_ended = False
-
-    def start(self, router: OutputRouter) -> None:
-        self._router = router
 
     def stop(self) -> None:
         """End the thread, and a client's pause, so that the engine goes on without the server."""
@@ -205,11 +190,7 @@ class EngineControl:
         return PauseReason.CLIENT in self._manager.pauses.reasons
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling until `resume`; later requests wait.
-
-        "abort" answers the requests in flight with the tokens that they have; "keep" lets them go
-        on after `resume`.
-        """
+        """Stop sampling until `resume`; "abort" ends the requests in flight, "keep" holds them."""
         if mode == "abort":
             self._router.abort(None)
         await self.run(self._hold)
@@ -234,4 +215,9 @@ class EngineControl:
 
     async def run(self, call: Callable[[], T]) -> T:
         """Run a call beside the asyncio loop, after those that were asked for before."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        return await on_thread(self._thread, call)
+
+
+async def on_thread(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
+    """Run a call on a thread beside the asyncio loop."""
+    return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)

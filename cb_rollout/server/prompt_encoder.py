@@ -11,7 +11,6 @@ Formats are those of `FORMATS` alone, whatever else PIL could open. Called on on
 """
 
 import base64
-import binascii
 import io
 import json
 import re
@@ -178,21 +177,19 @@ class PromptEncoder:
 def _with_pictures(
     messages: Sequence[dict[str, Any]], options: ServerOptions
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return messages whose pictures are `{"type": "image", "image": PIL image}`, and the images.
-
-    Raises:
-        ApiError: an item is no data URL of a picture, or exceeds a limit; `param` names the item.
-    """
+    """Return messages with PIL images for data URLs, and the images; or raise `ApiError`."""
     pictures: list[Any] = []
     read_messages = []
 
     def read(part: dict[str, Any], param: str) -> dict[str, Any]:
         if part["type"] != "image_url":
             return part
-        if len(pictures) == options.max_images:
-            why = f"one picture more than the {options.max_images} of a request that are allowed"
-            raise ApiError(400, f"{param}: {why}.", param)
-        pictures.append(_picture(part["image_url"]["url"], param, options))
+        try:
+            if len(pictures) == (most := options.max_images):
+                raise ValueError(f"one picture more than the {most} of a request that are allowed")
+            pictures.append(_picture(part["image_url"]["url"], options))
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}.", param) from error
         return {"type": "image", "image": pictures[-1]}
 
     for at, message in enumerate(messages):
@@ -204,47 +201,37 @@ def _with_pictures(
     return read_messages, pictures
 
 
-def _picture(url: str, param: str, options: ServerOptions) -> Any:
-    """Return the first frame of a data URL's picture, turned and in RGB as `generate_batch` has it.
-
-    Raises:
-        ApiError: it is no such picture, or too large.
-    """
+def _picture(url: str, options: ServerOptions) -> Any:
+    """Return a data URL's first frame, turned and in RGB; `ValueError`: none, or too large."""
     from PIL import Image
     from transformers.image_utils import load_image
 
-    def refuse(why: str) -> ApiError:
-        return ApiError(400, f"{param}: {why}.", param)
-
-    data = _data(url, options.max_image_bytes, refuse)
+    heading = DATA_URL.match(url)
+    if heading is None:
+        raise ValueError(
+            f"a picture is a URL of {', '.join(FORMATS)} in base64; others are not fetched"
+        )
+    # Four characters are three bytes.
+    num_bytes, most = (len(url) - heading.end()) * 3 // 4, options.max_image_bytes
+    if num_bytes > most:
+        size = f"about {num_bytes:,} bytes, and {most:,} are allowed"
+        raise ValueError(f"the picture has {size}; send a smaller one")
+    try:
+        data = base64.b64decode(url[heading.end() :], validate=True)
+    except ValueError as error:
+        raise ValueError(f"the data is not base64 ({error_text(error)})") from error
     try:
         picture = Image.open(io.BytesIO(data), formats=tuple(FORMATS.values()))
         width, height = picture.size
         # Asked before the pixels are decoded.
-        if width * height > (most := options.max_image_pixels):
-            size = f"{width:,} x {height:,} pixels, and {most:,} are allowed"
-            raise refuse(f"the picture has {size}; send a smaller one")
-        return load_image(picture)
+        is_small = width * height <= options.max_image_pixels
+        image = load_image(picture) if is_small else None
     except (*IMAGE_FAULTS, Image.DecompressionBombError) as error:
-        raise refuse(f"the picture cannot be read ({error_text(error)})") from error
-
-
-def _data(url: str, max_bytes: int, refuse: Any) -> bytes:
-    """Return the bytes of a data URL of one of the formats."""
-    heading = DATA_URL.match(url)
-    if heading is None:
-        raise refuse(
-            f"a picture is a URL of {', '.join(FORMATS)} in base64; others are not fetched"
-        )
-    # Four characters are three bytes.
-    num_bytes = (len(url) - heading.end()) * 3 // 4
-    if num_bytes > max_bytes:
-        size = f"about {num_bytes:,} bytes, and {max_bytes:,} are allowed"
-        raise refuse(f"the picture has {size}; send a smaller one")
-    try:
-        return base64.b64decode(url[heading.end() :], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise refuse(f"the data is not base64 ({error_text(error)})") from error
+        raise ValueError(f"the picture cannot be read ({error_text(error)})") from error
+    if image is None:
+        size = f"{width:,} x {height:,} pixels, and {options.max_image_pixels:,} are allowed"
+        raise ValueError(f"the picture has {size}; send a smaller one")
+    return image
 
 
 def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:

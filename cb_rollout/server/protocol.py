@@ -7,11 +7,10 @@ A body with many faults is not read to its end: pydantic takes seconds and gigab
 """
 
 import re
-from collections.abc import Callable
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 
@@ -70,21 +69,15 @@ class Strict(BaseModel):
         return {name: value[name] for name in (*unknown[:MAX_FAULTS], *fields) if name in value}
 
 
-def first_fault(is_right: Callable[[Any], bool]) -> BeforeValidator:
-    """Return a validator that leaves of an object with a wrong value that value only."""
+def _by_token(biases: dict[str, Any]) -> dict[int, float]:
+    for bias in biases.values():
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"{bias!r:.100} is not a number in [-100, 100]")
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise ValueError("a key is not a token id") from None
 
-    def shortened(value: Any) -> Any:
-        items = value.items() if isinstance(value, dict) else ()
-        wrong = ({name: item} for name, item in items if not is_right(item))
-        return next(wrong, value)
-
-    return BeforeValidator(shortened)
-
-
-Biases = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    first_fault(lambda value: type(value) in (int, float) and -100 <= value <= 100),
-]
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 
@@ -110,7 +103,7 @@ class _Sampling(Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Biases | None = None
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_by_token)] | None = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] | None = None

@@ -5,7 +5,8 @@ Called on the server's asyncio thread.
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
@@ -19,22 +20,19 @@ from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 class ResponseBuilder:
     """Build a request's response; a subclass defines the shape of a choice."""
 
+    body: Any
+    num_choices: int
+    """Sequences of each prompt."""
     _shows_tokens = True
     """Whether a chunk with no text but with tokens is sent."""
 
     def __init__(
-        self,
-        model: ServedModel,
-        body: CompletionRequest | ChatCompletionRequest | TokenRequest,
-        prompts: list[list[int]],
-        heading: dict[str, Any],
+        self, model: ServedModel, body: Any, prompts: list[list[int]], **heading: str
     ) -> None:
-        self._model, self._prompts = model, prompts
-        self._is_stream = bool(body.stream)
-        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        self.model, self.body, self._prompts = model, body, prompts
         name = model.options.model_name
         self._heading = {**heading, "created": int(time.time()), "model": name}
-        self._num_sent: dict[int, int] = {}
+        self._num_sent: dict[int, int] = defaultdict(int)
         self._prompt: dict[str, Any] = {}
         """Fields of the response and of its first chunks that repeat the prompt."""
 
@@ -55,13 +53,14 @@ class ResponseBuilder:
         for chunk in self._first_chunks():
             yield chunk
         async for index, output in updates:
-            start, num_tokens = self._num_sent.get(index, 0), len(output.generated_tokens)
+            start, num_tokens = self._num_sent[index], len(output.generated_tokens)
             self._num_sent[index] = num_tokens
             choice = self._choice(index, output, start)
             has_tokens = self._shows_tokens and start < num_tokens
             if has_tokens or output.is_finished() or choice.get("text") or choice.get("delta"):
                 yield {**self._heading, "choices": [{"index": index, **choice}]}
-        if self._with_usage:
+        options = self.body.stream_options
+        if options is not None and options.include_usage:
             usage = self._usage(sum(self._num_sent.values()))
             yield {**self._heading, "choices": [], "usage": usage}
 
@@ -81,19 +80,21 @@ class ResponseBuilder:
 class TokenResponseBuilder(ResponseBuilder):
     """Build a response of `/inference/v1/generate`: tokens are ids, the text is the client's."""
 
+    body: TokenRequest
+
     def __init__(self, model: ServedModel, body: TokenRequest, client_id: str | None) -> None:
-        heading = {"request_id": client_id or uuid.uuid4().hex, "output_mode": "tokens"}
-        super().__init__(model, body, [body.token_ids], heading)
-        self._with_logprobs = body.sampling_params.logprobs is not None
+        name = client_id or uuid.uuid4().hex
+        super().__init__(model, body, [body.token_ids], request_id=name, output_mode="tokens")
+        self.num_choices = body.sampling_params.n
         self._prompt = {"prompt_token_ids": body.token_ids if body.return_token_ids else None}
 
     def _first_chunks(self) -> list[dict[str, Any]]:
         chunk = {**self._heading, **self._prompt, "choices": []}
-        return [] if self._prompt["prompt_token_ids"] is None else [chunk]
+        return [chunk] if self.body.return_token_ids else []
 
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         logprobs = None
-        if self._with_logprobs:
+        if self.body.sampling_params.logprobs is not None:
             logprobs = {"content": logprob_entries(output, start, _id_entry)}
         choice = {"finish_reason": _finish_reason(output), "logprobs": logprobs}
         return choice | _ids(output, start)
@@ -105,34 +106,27 @@ class _TextResponseBuilder(ResponseBuilder):
     chunk_kind: str
 
     def __init__(
-        self,
-        model: ServedModel,
-        body: CompletionRequest | ChatCompletionRequest,
-        prompts: list[list[int]],
-        params: SamplingParams,
+        self, model: ServedModel, body: Any, prompts: list[list[int]], params: SamplingParams
     ) -> None:
-        kind = self.chunk_kind if body.stream else self.kind
-        heading = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "object": kind}
-        super().__init__(model, body, prompts, heading)
-        self._stops, self._num_choices = params.stop, body.n or 1
-        self._with_ids = body.return_token_ids
-        self._names_ids = body.return_tokens_as_token_ids
+        kind, name = self.chunk_kind if body.stream else self.kind, uuid.uuid4().hex
+        super().__init__(model, body, prompts, id=f"{self.id_prefix}-{name}", object=kind)
+        self._params, self.num_choices = params, body.n or 1
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
-        self._shows_tokens = self._with_ids or self._with_logprobs
+        self._shows_tokens = body.return_token_ids or self._with_logprobs
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
-        self._num_characters: dict[int, int] = {}
+        self._num_characters: dict[int, int] = defaultdict(int)
 
     def _text(self, index: int, output: GenerationOutput, start: int) -> str:
         """Return a sequence's text of the tokens from `start`, without the stop string at its end.
 
         A text that may go on is held back where the next token may change it.
         """
-        decode = self._model.decode
+        decode = self.model.decode
         is_stopped = output.finish_reason is FinishReason.STOP
-        if start == 0 and output.is_finished() and not (self._stops and is_stopped):
+        if start == 0 and output.is_finished() and not (self._params.stop and is_stopped):
             return decode(output.generated_tokens)
         if index not in self._detokenizers:
-            self._detokenizers[index] = IncrementalDetokenizer(decode, self._stops)
+            self._detokenizers[index] = IncrementalDetokenizer(decode, self._params.stop)
         text = self._detokenizers[index].push(output.generated_tokens[start:])
         if output.is_finished():
             text += self._detokenizers[index].finish(is_stopped=is_stopped)
@@ -142,89 +136,78 @@ class _TextResponseBuilder(ResponseBuilder):
 class CompletionResponseBuilder(_TextResponseBuilder):
     """Build a response of `/v1/completions`."""
 
+    body: CompletionRequest
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
-
-    def __init__(
-        self,
-        model: ServedModel,
-        body: CompletionRequest,
-        prompts: list[list[int]],
-        params: SamplingParams,
-    ) -> None:
-        super().__init__(model, body, prompts, params)
-        self._num_of_prompt = body.prompt_logprobs
-        self._temperature = 1.0 if params.is_greedy else params.temperature
-        self._prompt_logprobs: list[list[dict[str, Any] | None]] = []
+    _prompt_logprobs: Sequence[list[dict[str, Any] | None]] = ()
 
     async def score_prompts(self) -> None:
-        if (num := self._num_of_prompt) is not None:
-            scored = await self._model.prompt_logprobs(self._prompts, num, self._temperature)
+        if (num := self.body.prompt_logprobs) is not None:
+            temperature = 1.0 if self._params.is_greedy else self._params.temperature
+            scored = await self.model.prompt_logprobs(self._prompts, num, temperature)
             self._prompt_logprobs = [[None, *map(_ranked, places)] for places in scored]
 
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         text, logprobs = self._text(index, output, start), None
         if self._with_logprobs:
-            tokens, num_before = self._model.tokens, self._num_characters.get(index, 0)
-            logprobs = tokens.completion_logprobs(output, start, num_before, self._names_ids)
+            tokens, num_before = self.model.tokens, self._num_characters[index]
+            as_ids = self.body.return_tokens_as_token_ids
+            logprobs = tokens.completion_logprobs(output, start, num_before, as_ids)
             new = tokens.texts(output.generated_tokens[start:])
-            self._num_characters[index] = num_before + sum(map(len, new))
+            self._num_characters[index] += sum(map(len, new))
         choice = {"text": text, "finish_reason": _finish_reason(output), "logprobs": logprobs}
-        if self._with_ids:
+        if self.body.return_token_ids:
             choice |= _ids(output, start)
-        if self._with_ids and start == 0:
-            choice["prompt_token_ids"] = self._prompts[index // self._num_choices]
+            if start == 0:
+                choice["prompt_token_ids"] = self._prompts[index // self.num_choices]
         if self._prompt_logprobs:
-            choice["prompt_logprobs"] = self._prompt_logprobs[index // self._num_choices]
+            choice["prompt_logprobs"] = self._prompt_logprobs[index // self.num_choices]
         return choice
 
 
 class ChatResponseBuilder(_TextResponseBuilder):
     """Build a response of `/v1/chat/completions`."""
 
+    body: ChatCompletionRequest
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self,
-        model: ServedModel,
-        body: ChatCompletionRequest,
-        chat: EncodedChat,
-        params: SamplingParams,
-        tools: list[dict[str, Any]] | None,
+        self, model: ServedModel, body: Any, chat: EncodedChat, params: SamplingParams, tools: Any
     ) -> None:
         super().__init__(model, body, [chat.token_ids], params)
         self._chat, self._tools = chat, tools
-        if self._with_ids:
+        if body.return_token_ids:
             self._prompt = {"prompt_token_ids": chat.token_ids}
-        self._texts: dict[int, str] = {}
-        self._num_text_sent: dict[int, int] = {}
+        self._texts: dict[int, str] = defaultdict(str)
+        self._num_text_sent: dict[int, int] = defaultdict(int)
 
     def _first_chunks(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         choice = {"delta": delta, "finish_reason": None, "logprobs": None}
         return [
             {**self._heading, "choices": [{"index": index, **choice}], **self._prompt}
-            for index in range(self._num_choices)
+            for index in range(self.num_choices)
         ]
 
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         if output.is_finished():
-            self._model.remember(self._chat, output.generated_tokens)
+            self.model.remember(self._chat, output.generated_tokens)
         content, calls = self._said(index, self._text(index, output, start), output)
         said: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._is_stream:
+        if self.body.stream:
             said = {"content": content} if content else {}
             calls = [{"index": at, **call} for at, call in enumerate(calls)]
         if calls:
             said["tool_calls"] = calls
-        choice: dict[str, Any] = {"delta" if self._is_stream else "message": said}
+        choice: dict[str, Any] = {"delta" if self.body.stream else "message": said}
         choice["finish_reason"] = "tool_calls" if calls else _finish_reason(output)
         choice["logprobs"] = None
         if self._with_logprobs:
-            choice["logprobs"] = self._model.tokens.chat_logprobs(output, start, self._names_ids)
-        return choice | _ids(output, start) if self._with_ids else choice
+            as_ids = self.body.return_tokens_as_token_ids
+            choice["logprobs"] = self.model.tokens.chat_logprobs(output, start, as_ids)
+        return choice | _ids(output, start) if self.body.return_token_ids else choice
 
     def _said(
         self, index: int, text: str, output: GenerationOutput
@@ -235,9 +218,10 @@ class ChatResponseBuilder(_TextResponseBuilder):
         """
         if not self._tools:
             return text, []
-        parser = self._model.tool_parser
-        whole = self._texts[index] = self._texts.get(index, "") + text
-        num_sent, num_certain = self._num_text_sent.get(index, 0), len(whole)
+        parser = self.model.tool_parser
+        self._texts[index] += text
+        whole, num_sent = self._texts[index], self._num_text_sent[index]
+        num_certain = len(whole)
         if output.is_finished():
             tokens = output.generated_tokens
             content, calls = parser.parsed(whole, tokens, self._prompts[0], self._tools)

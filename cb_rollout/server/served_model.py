@@ -5,7 +5,6 @@ compiled on threads of their own, so that a long prompt delays no stream; everyt
 the server's asyncio thread.
 """
 
-import asyncio
 import copy
 import hashlib
 import json
@@ -27,20 +26,15 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
+from cb_rollout.rollout.prompts import Encoded
+from cb_rollout.server import protocol
 from cb_rollout.server.detokenizer import Decode, TokenTable
 from cb_rollout.server.options import ServerOptions
-from cb_rollout.server.output_router import EngineControl, OutputRouter, Submission
+from cb_rollout.server.output_router import EngineControl, OutputRouter, Submission, on_thread
 from cb_rollout.server.prompt_encoder import EncodedChat, PromptEncoder
-from cb_rollout.server.protocol import (
-    ApiError,
-    ChatCompletionRequest,
-    CompletionRequest,
-    ResponseFormat,
-    TokenSampling,
-    as_api_error,
-)
+from cb_rollout.server.protocol import ApiError
 from cb_rollout.server.rl.weight_updates import Sync, WeightUpdates
-from cb_rollout.server.sessions import Session, Sessions
+from cb_rollout.server.sessions import Sessions
 from cb_rollout.server.tool_parser import ToolParser
 
 T = TypeVar("T")
@@ -48,7 +42,7 @@ T = TypeVar("T")
 # Fields of the same name and meaning in a body and in `SamplingParams`.
 SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 
 # The time to compile a schema grows with its size, and a compilation cannot be stopped.
@@ -58,9 +52,8 @@ MAX_SCHEMA_CHARACTERS = 1 << 16
 class ServedModel:
     """The model as requests see it; used on the asyncio thread that called `start`.
 
-    Each thread has a copy of the tokenizer: a fast tokenizer raises if two threads encode at once.
-
-    The arguments are those of `start_server`.
+    The arguments are those of `start_server`. Each thread has a copy of the tokenizer, for a fast
+    tokenizer raises if two threads encode at once.
 
     Raises:
         ConfigurationError: weight updates are allowed, and the model takes none.
@@ -89,7 +82,6 @@ class ServedModel:
         self.sessions = Sessions()
         self.is_ending = False
         """True once the server drains: new requests are refused."""
-        self.control = EngineControl(manager)
         self.created = int(time.time())
         decoding = copy.deepcopy(tokenizer)
         self.tokens = TokenTable(decoding)
@@ -104,7 +96,7 @@ class ServedModel:
     def start(self) -> None:
         """Connect the running asyncio loop to the engine."""
         self.output_router = OutputRouter(self.manager, self.options.request_timeout_seconds)
-        self.control.start(self.output_router)
+        self.control = EngineControl(self.manager, self.output_router)
 
     def stop(self) -> None:
         """End the threads; the manager goes on."""
@@ -119,7 +111,7 @@ class ServedModel:
         if self.is_ending:
             raise ApiError(503, "the server is ending; send it to another, or again later.")
         if not self.manager.loop.is_alive:
-            raise as_api_error(EngineDeadError())
+            raise protocol.as_api_error(EngineDeadError())
         if PauseReason.UPDATE in self.manager.pauses.reasons:
             raise ApiError(503, PauseReason.UPDATE)
 
@@ -144,14 +136,12 @@ class ServedModel:
     async def encode_text(self, text: str) -> list[int]:
         return await self._encoded(self._encoder.encode_text, text)
 
-    async def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
-    ) -> EncodedChat:
+    async def encode_chat(self, messages: Any, tools: Any) -> EncodedChat:
         return await self._encoded(self._encoder.encode_chat, messages, tools)
 
     async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
         try:
-            return await _run(self._encoder_thread, encode, *arguments)
+            return await on_thread(self._encoder_thread, encode, *arguments)
         except (UnicodeError, TypeError) as error:
             raise InvalidRequestError("the text cannot be encoded; is it valid Unicode?") from error
 
@@ -160,7 +150,8 @@ class ServedModel:
         self._encoder_thread.submit(self._encoder.remember, chat, tokens)
 
     async def sampling_params(
-        self, body: CompletionRequest | ChatCompletionRequest | TokenSampling
+        self,
+        body: protocol.CompletionRequest | protocol.ChatCompletionRequest | protocol.TokenSampling,
     ) -> SamplingParams:
         """Return the sampling parameters of a body, with its grammar compiled."""
         asks_logprobs = body.logprobs is not None and body.logprobs is not False
@@ -174,10 +165,8 @@ class ServedModel:
         fields["do_sample"] = True
         if body.min_tokens is not None:
             fields["min_new_tokens"] = body.min_tokens
-        if body.logit_bias:
-            fields["logit_bias"] = _biases(body.logit_bias)
         max_new_tokens, top_logprobs = body.max_tokens, body.logprobs
-        if isinstance(body, ChatCompletionRequest):
+        if isinstance(body, protocol.ChatCompletionRequest):
             max_new_tokens = body.max_completion_tokens or body.max_tokens
             top_logprobs = body.top_logprobs
             fields["grammar"] = await self._grammar(body.response_format)
@@ -186,7 +175,7 @@ class ServedModel:
         fields["max_new_tokens"] = max_new_tokens or defaults.max_new_tokens
         return resolved(replace(defaults, **fields), defaults)
 
-    async def _grammar(self, form: ResponseFormat | None) -> XGrammar | None:
+    async def _grammar(self, form: protocol.ResponseFormat | None) -> XGrammar | None:
         if form is None or form.type == "text":
             return None
         compile_it, param = XGrammar.from_json, "response_format"
@@ -196,11 +185,11 @@ class ServedModel:
                 raise ApiError(400, "response_format has no json_schema.schema.", param)
             schema = json.dumps(form.json_schema.json_schema)
             if (size := len(schema)) > MAX_SCHEMA_CHARACTERS:
-                most = f"{MAX_SCHEMA_CHARACTERS:,}"
-                raise ApiError(400, f"the JSON schema has {size:,} characters of {most}.", param)
+                why = f"the JSON schema has {size:,} characters of {MAX_SCHEMA_CHARACTERS:,}."
+                raise ApiError(400, why, param)
             compile_it = partial(XGrammar.from_json_schema, schema)
         try:
-            return await _run(self._grammar_thread, compile_it, self._compiling, vocab_size)
+            return await on_thread(self._grammar_thread, compile_it, self._compiling, vocab_size)
         except ImportError as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
@@ -217,48 +206,40 @@ class ServedModel:
 
     async def submit(
         self,
-        prompts: Sequence[Sequence[int] | ImagePrompt],
+        prompts: Sequence[Encoded],
         params: SamplingParams,
         n: int,
         is_streaming: bool,
         client_id: str | None,
-        session: Session | None = None,
+        session_id: str | None,
     ) -> Submission:
         """Queue `n` sequences of each prompt, those of a prompt adjacent, for a session or none.
 
         Raises:
-            ApiError: the request exceeds a limit of the server.
+            ApiError: the request exceeds a limit of the server, or there is no such session.
             RolloutError: the engine refuses the request.
         """
         self.require_ready()
         self.require_few(len(prompts), n)
+        session = None if session_id is None else self.sessions.get(session_id)
         lengths = [len(p.token_ids if isinstance(p, ImagePrompt) else p) for p in prompts]
         longest, limit = max(lengths), self.options.max_prompt_tokens
         if limit is not None and longest > limit:
             raise ApiError(400, f"the prompt has {longest} tokens; {limit} are allowed.", "prompt")
-        create = partial(
-            self.manager.create_requests,
-            prompts,
-            [params] * len(prompts),
-            members=range(n),
-            is_streaming=is_streaming,
-        )
+        create = partial(self.manager.create_requests, members=range(n), is_streaming=is_streaming)
+        each = [params] * len(prompts)
         if any(isinstance(prompt, ImagePrompt) and prompt.num_images for prompt in prompts):
             # The first pictures run a forward.
             try:
-                requests = await _run(self._encoder_thread, create)
+                requests = await on_thread(self._encoder_thread, create, prompts, each)
             except ConfigurationError as error:
                 why = f"the model runs no such pictures here: {error}"
                 raise ApiError(400, why, "messages") from error
         else:
-            requests = create()
+            requests = create(prompts, each)
         for request in requests:
             request.group = _group_of(request)
         return self.output_router.submit(requests, client_id, session)
-
-
-async def _run(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
-    return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
 
 
 def _group_of(request: Request) -> int:
@@ -270,10 +251,3 @@ def _group_of(request: Request) -> int:
     token_ids = array("q", request.prompt_ids).tobytes()
     digest = hashlib.blake2b(token_ids + pictures, digest_size=16).digest()
     return -1 - int.from_bytes(digest)
-
-
-def _biases(by_token: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): bias for token, bias in by_token.items()}
-    except ValueError as error:
-        raise ApiError(400, "logit_bias has a key that is not a token id.", "logit_bias") from error

@@ -47,11 +47,7 @@ class Session:
             self._ended.set()
 
     def wait(self, timeout_seconds: float) -> float:
-        """Wait for the reward, which another thread or a client gives.
-
-        Raises:
-            RolloutError: none came in time.
-        """
+        """Wait for the reward, which another thread or a client gives, or raise `RolloutError`."""
         if not self._ended.wait(timeout_seconds):
             raise RolloutError(
                 f"session {self.id} got no reward in {timeout_seconds:g} s; return it from the "

@@ -27,14 +27,8 @@ from cb_rollout.engine.cuda_graphs.selection import graph_obstacle
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, workspace_bytes_per_request
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.memory.plan import (
-    GIB,
-    MemoryModel,
-    MemoryPlan,
-    Part,
-    TrainingBytes,
-    create_memory_plan,
-)
+from cb_rollout.engine.memory import plan as memory_plans
+from cb_rollout.engine.memory.plan import GIB, Part
 from cb_rollout.engine.memory.system import NO_LIMIT, container_memory
 from cb_rollout.engine.memory.training import optimizer_state_bytes
 from cb_rollout.engine.model.probe import probe
@@ -43,22 +37,13 @@ from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO
 from cb_rollout.errors import ConfigurationError, RolloutError, error_text
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.packing.logprobs import loss_path
-from cb_rollout.rollout.checkpoint import (
-    load_model,
-    load_processor,
-    load_tokenizer,
-    require_dtype,
-    shape_of_model,
-    torch_device,
-)
+from cb_rollout.rollout import checkpoint
 from cb_rollout.rollout.generator import RolloutGenerator
 
 # The longest name of a finding, and a space.
 NAME_WIDTH = 26
 
-# A missing package is a fault in the first list, and a warning in the second.
-NEEDED = ("torch", "transformers")
-SERVE_TRAINING = ("trl", "accelerate", "peft", "wandb")
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "wandb")
 
 KERNELS = ("flash_attn", "kernels", "triton", "torch.nn.attention.varlen")
 
@@ -116,7 +101,7 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
     yield _ok("cb_rollout", cb_rollout.__version__)
     yield _ok("python", platform.python_version())
     requirements = _requirements()
-    for package in (*NEEDED, *SERVE_TRAINING):
+    for package in PACKAGES:
         yield _version(package, requirements)
     for extra, modules in EXTRAS.items():
         missing = ", ".join(name for name in modules if not _is_there(name))
@@ -125,7 +110,7 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
     for name in KERNELS:
         yield _ok(name, "found" if _is_there(name) else "not found")
     try:
-        target = torch_device(device)
+        target = checkpoint.torch_device(device)
     except ConfigurationError as error:
         yield Finding(Level.BAD, "device", str(error))
         return
@@ -138,10 +123,9 @@ def machine_findings(device: str = "auto") -> Iterator[Finding]:
 
 def _requirements() -> dict[str, Requirement]:
     try:
-        lines = importlib.metadata.requires("cb_rollout") or []
+        requirements = map(Requirement, importlib.metadata.requires("cb_rollout") or ())
     except importlib.metadata.PackageNotFoundError:
         return {}
-    requirements = [Requirement(line) for line in lines]
     return {r.name: r for r in requirements if r.marker is None}
 
 
@@ -149,25 +133,18 @@ def _version(package: str, requirements: dict[str, Requirement]) -> Finding:
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        if package in NEEDED:
-            return Finding(Level.BAD, package, f"is missing; pip install {package}")
         return Finding(Level.WARNING, package, "is missing; training with it needs it")
-    requirement = requirements.get(package)
-    if requirement is None:
+    if package not in requirements:
         return _ok(package, f"{version} (cb_rollout is not installed: not compared)")
-    if not (tested := str(requirement.specifier)):
-        return _ok(package, version)
-    if requirement.specifier.contains(version, prereleases=True):
-        return _ok(package, f"{version} (tested: {tested})")
+    tested = requirements[package].specifier
+    if tested.contains(version, prereleases=True):
+        return _ok(package, f"{version} (tested: {tested})" if tested else version)
     text = f"{version} is outside what is tested; pip install '{package}{tested}'"
     return Finding(Level.WARNING, package, text)
 
 
 def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return importlib.util.find_spec(module) is not None
 
 
 def _device(target: torch.device) -> Iterator[Finding]:
@@ -202,7 +179,7 @@ def checkpoint_findings(
     """
     try:
         config = RolloutConfig(max_memory_percent=max_memory_percent, seed=0)
-        model = load_model(name, dtype, device)
+        model = checkpoint.load_model(name, dtype, device)
         yield _model(name, model)
         tokenizer, finding = _tokenizer(name)
         yield finding
@@ -213,12 +190,9 @@ def checkpoint_findings(
             yield _comparison(generator, model)
             yield from _paths(generator, model)
             yield _images(name, generator, model)
-    except RolloutError as error:
-        yield Finding(Level.BAD, "model", str(error))
     except Exception as error:  # noqa: BLE001  a model may raise anything
-        yield Finding(
-            Level.BAD, "model", f"cannot be rolled out ({error_text(error)}); use model.generate"
-        )
+        text = f"cannot be rolled out ({error_text(error)}); use model.generate"
+        yield Finding(Level.BAD, "model", str(error) if isinstance(error, RolloutError) else text)
 
 
 def _model(name: str, model: PreTrainedModel) -> Finding:
@@ -229,7 +203,7 @@ def _model(name: str, model: PreTrainedModel) -> Finding:
 
 def _tokenizer(name: str) -> tuple[Any, Finding]:
     try:
-        tokenizer = load_tokenizer(name)
+        tokenizer = checkpoint.load_tokenizer(name)
     except ConfigurationError as error:
         return None, Finding(Level.WARNING, "tokenizer", str(error))
     template = "without" if getattr(tokenizer, "chat_template", None) is None else "with a"
@@ -310,7 +284,7 @@ def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> F
     if not reads_images(model.config):
         return _ok("images", "not read by this model")
     try:
-        processor = load_processor(name)
+        processor = checkpoint.load_processor(name)
         # A processor of images needs it; other checkpoints do not.
         from PIL import Image
 
@@ -339,9 +313,9 @@ def computed_findings(
     """
     yield _ok("computed, not measured", f"{name} on a GPU of {gpu_gib:g} GiB")
     try:
-        require_dtype(dtype)
+        checkpoint.require_dtype(dtype)
         with torch_compat.without_values(), torch.no_grad():
-            model, saved_dtype = shape_of_model(name)
+            model, saved_dtype = checkpoint.shape_of_model(name)
             argument = hf_compat.cache_argument(model) or "past_key_values"
             layout = probe(model.config, lambda ids, cache: model(ids, **{argument: cache}))
         held = saved_dtype if dtype == "auto" else getattr(torch, dtype)
@@ -371,7 +345,7 @@ def _memory_rows(
     lora_rank: int,
     held: torch.dtype,
     percent: float,
-) -> tuple[list[Part], MemoryPlan]:
+) -> tuple[list[Part], memory_plans.MemoryPlan]:
     computing = torch.bfloat16 if held == torch.float32 else held
     head, num, cuda = model.get_output_embeddings(), model.num_parameters(), torch.device("cuda")
     linear = [x for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not head]
@@ -384,11 +358,13 @@ def _memory_rows(
     leaves_room = devices.FREE_PER_COPY * copy <= free - gradients - states
     copy *= held != computing or (lora_rank > 0 and leaves_room)
     num_heads = hf_compat.num_query_heads(model)
-    plan = create_memory_plan(
-        MemoryModel(
+    plan = memory_plans.create_memory_plan(
+        memory_plans.MemoryModel(
             total_bytes=max(0, free - copy),
             free_bytes=max(0, free - copy),
-            training=TrainingBytes(gradients_to_come=gradients, optimizer_states_to_come=states),
+            training=memory_plans.TrainingBytes(
+                gradients_to_come=gradients, optimizer_states_to_come=states
+            ),
             max_memory_percent=percent,
             block_size=RolloutConfig.block_size,
             max_requests=devices.max_requests_per_batch(cuda),

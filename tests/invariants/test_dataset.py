@@ -26,7 +26,7 @@ from cb_rollout import (
     SamplingParams,
 )
 from cb_rollout.tools.dataset import generate_dataset
-from cb_rollout.tools.dataset.generate import CompletionStream
+from cb_rollout.tools.dataset.generate import completions
 from cb_rollout.tools.dataset.rows import Row
 
 TOKENIZER = char_tokenizer()
@@ -127,9 +127,8 @@ def test_every_row_gets_its_sequences_with_what_was_asked_for(model, jsonl, tmp_
 
 def test_a_groups_prompt_is_computed_once(model):
     with started(ContinuousBatchingManager(model, None, RolloutConfig())) as manager:
-        stream = CompletionStream(manager, PARAMS, token_ids)
         wanted = ((Row("", n, {"prompt": f"{n:04}" + "x" * 60}), [0, 1, 2]) for n in range(30))
-        assert sum(map(len, stream.completed(wanted))) == 90
+        assert sum(map(len, completions(manager, PARAMS, token_ids, wanted))) == 90
         assert manager.counters.prefill_tokens == 30 * 64
 
 
@@ -145,7 +144,7 @@ def test_no_more_is_read_than_keeps_the_batch_full(model):
 
     config = RolloutConfig(max_requests_per_batch=8)
     with started(ContinuousBatchingManager(model, None, config)) as manager:
-        for completed in CompletionStream(manager, PARAMS, token_ids).completed(wanted()):
+        for completed in completions(manager, PARAMS, token_ids, wanted()):
             num_completed += len(completed)
     assert num_completed == num_taken == 120
     # Two batches in flight, and a row that is read and does not fit yet. Completions are counted

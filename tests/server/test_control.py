@@ -190,7 +190,7 @@ def test_a_resume_ends_a_pause_that_its_client_gave_up():
 
     with served() as (generator, _):
         manager, is_held, ends = generator.manager, threading.Event(), threading.Event()
-        control = EngineControl(manager)
+        control = EngineControl(manager, None)
         # The pause waits for this one, longer than its client does.
         holder = threading.Thread(target=hold, args=(manager, is_held, ends))
         holder.start()
@@ -212,7 +212,7 @@ def test_a_pause_that_waits_does_not_outlive_its_server():
 
     with served() as (generator, _):
         manager = generator.manager
-        control = EngineControl(manager)
+        control = EngineControl(manager, None)
         loop = asyncio.new_event_loop()
         with manager.loop.paused():
             pausing = loop.run_until_complete(end_while_it_waits(control))

@@ -80,7 +80,7 @@ def test_the_digest_depends_on_the_rows_and_their_order(tmp_path):
         '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 3}\n',
         '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 2, "x": 0}\n',
     ]
-    assert len({first.digest, *(surveyed(path, text).digest for text in others)}) == 4
+    assert len({first[1], *(surveyed(path, text)[1] for text in others)}) == 4
 
 
 def test_empty_columns_are_dropped(tmp_path):
@@ -88,7 +88,7 @@ def test_empty_columns_are_dropped(tmp_path):
     table = [{"prompt": "a", "messages": None}, {"prompt": None, "messages": chat}]
     Dataset.from_list(table).to_parquet(tmp_path / "in.parquet")
     source = create_source(str(tmp_path / "in.parquet"))
-    assert survey(source).num_rows == 2
+    assert survey(source)[0] == 2
     assert [row.values for row in rows(source)] == [{"prompt": "a"}, {"messages": chat}]
 
 

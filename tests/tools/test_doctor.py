@@ -18,7 +18,7 @@ from transformers import (
 
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine import core
-from cb_rollout.rollout.checkpoint import load_model
+from cb_rollout.rollout import checkpoint
 from cb_rollout.tools import doctor
 from cb_rollout.tools.cli import main
 from cb_rollout.tools.doctor import EXTRAS, Level, checkpoint_findings, machine_findings
@@ -113,8 +113,8 @@ def test_on_a_gpu_a_path_that_is_not_the_best_is_a_warning(
     pretend_device(monkeypatch)
     monkeypatch.setattr(torch_compat, "varlen_attn", varlen)
     with Pretended():
-        model = load_model(str(checkpoints / "qwen3"), "bfloat16", "cpu").to(DEVICE)
-        monkeypatch.setattr(doctor, "load_model", lambda *_: model)
+        model = checkpoint.load_model(str(checkpoints / "qwen3"), "bfloat16", "cpu").to(DEVICE)
+        monkeypatch.setattr(checkpoint, "load_model", lambda *_: model)
         found = {f.name: f for f in checkpoint_findings(str(checkpoints / "qwen3"))}
     for name, runs in (("prefill", prefill), ("packed loss", loss)):
         assert found[name].level is level
@@ -262,7 +262,7 @@ def test_a_step_is_planned_from_a_config_alone(qwen3_8b, capsys):
 
 def test_a_plan_has_what_the_engine_would_keep_of_each_architecture(checkpoints, capsys):
     for family in ("qwen3", "qwen3_5_text"):
-        model = load_model(str(checkpoints / family))
+        model = checkpoint.load_model(str(checkpoints / family))
         with doctor.RolloutGenerator(model, doctor.RolloutConfig(num_blocks=4)) as generator:
             layout = generator.manager.engine.layout
         code, _, notes = planned(capsys, checkpoints / family, "--gpu-gib", "4")

@@ -75,7 +75,8 @@ class ContinuousBatchingManager:
             trained: the training model that `model` is a copy of; None: `model` itself.
             optimizer: the training model's optimizer, its class or known name; None: unknown.
 
-        Raises `ConfigurationError` if a setting or the model cannot be honoured.
+        Raises:
+            ConfigurationError: a setting or the model cannot be honoured.
         """
         self.config = as_rollout_config(continuous_batching_config)
         module = hf_compat.unwrap(model)
@@ -162,8 +163,9 @@ class ContinuousBatchingManager:
             keep_for_next_session: keep the KV cache for the next `start()`.
             hard_stop: cancel the requests in flight at once; they deliver their tokens so far.
 
-        Raises `RolloutError` if this thread paused the engine, or requests in flight cannot finish
-        because the engine is asleep.
+        Raises:
+            RolloutError: this thread paused the engine; or requests in flight cannot finish,
+                because the engine is asleep.
         """
         if self.is_running():
             self.pauses.require_not_paused_here("its thread cannot end")
@@ -293,8 +295,10 @@ class ContinuousBatchingManager:
     ) -> GenerationOutput | None:
         """Take the next output, of one request or of any, first delivered first.
 
-        Returns None after `timeout` seconds, or when no such request is in flight. Raises
-        `EngineDeadError` if the engine stopped on an exception.
+        Returns None after `timeout` seconds, or when no such request is in flight.
+
+        Raises:
+            EngineDeadError: the engine stopped on an exception.
         """
         if (output := self._output_queue.take(request_id, 0.0)) is not None:
             return output
@@ -324,9 +328,12 @@ class ContinuousBatchingManager:
     ) -> None:
         """Call `callback` on the running asyncio loop with each further output of a request.
 
-        Outputs not taken yet come first. The request may be added later. When the engine stops on
-        an exception, the callback gets an output with `status=FAILED`. Raises `RolloutError` if no
-        asyncio loop runs in this thread, and `InvalidRequestError` if all outputs were delivered.
+        Outputs not taken yet come first. The request may be added later. When the engine
+        stops on an exception, the callback gets an output with `status=FAILED`.
+
+        Raises:
+            RolloutError: no asyncio loop runs in this thread.
+            InvalidRequestError: the request ended, and all of its outputs were delivered.
         """
         try:
             asyncio_loop = asyncio.get_running_loop()
@@ -435,8 +442,10 @@ class ContinuousBatchingManager:
     def wake(self) -> None:
         """Resume the engine, which allocates the KV memory with its next step.
 
-        Graphs that `sleep` released are captured in the calling thread, the one that trains. Raises
-        `RolloutError` if the weights that generate were released, and not synced since.
+        Graphs that `sleep` released are captured in the calling thread, the one that trains.
+
+        Raises:
+            RolloutError: the weights that generate were released, and not synced since.
         """
         self.pauses.require_weights()
         if PauseReason.SLEEP in self.pauses.reasons:

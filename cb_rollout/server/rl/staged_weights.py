@@ -60,9 +60,7 @@ class StagedWeights:
     def require_whole(self, is_partial: bool, half_written: Iterable[str]) -> None:
         """Raise `WeightSyncError` if a tensor is missing; tied ones are needed once.
 
-        Args:
-            is_partial: tensors that are not sent keep their values; False: parameters do not.
-            half_written: names that an earlier write may have left half done.
+        An update that `is_partial` needs only the names that an earlier write left `half_written`.
         """
         targets = self._targets.items()
         parameters = [name for name, target in targets if isinstance(target, torch.nn.Parameter)]
@@ -91,11 +89,7 @@ class StagedWeights:
         """Stage the tensors of a safetensors file, or of a checkpoint's directory.
 
         A checkpoint whose names are not the model's is loaded by transformers, which converts it.
-
-        Args:
-            path: of a file or a directory.
-            paused: keeps the process from computing while transformers loads, which changes the
-                default dtype.
+        `paused` keeps the process from computing meanwhile, for the default dtype changes.
 
         Raises:
             WeightSyncError: a file is missing or cut off, or a tensor does not fit the model.

@@ -72,11 +72,7 @@ class WeightGroup:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send a tensor from rank 0 to the others, in place.
-
-        Raises:
-            WeightSyncError: a process is gone, or too slow.
-        """
+        """Send a tensor from rank 0, in place; `WeightSyncError`: a process is gone or slow."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
@@ -85,11 +81,7 @@ class WeightGroup:
             raise WeightSyncError(f"the broadcast was cut off ({error_text(error)}).") from error
 
     def receive(self, tensors: Sequence[Described]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the described tensors, one broadcast of the trainer each.
-
-        Raises:
-            WeightSyncError: the broadcasts ended early.
-        """
+        """Yield the described tensors; `WeightSyncError`: the broadcasts ended early."""
         for name, dtype, shape in tensors:
             tensor = torch.empty(shape, dtype=dtype)
             self.broadcast(tensor)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -21,13 +22,12 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, WeightSyncError
+from cb_rollout.server.output_router import on_thread
 from cb_rollout.server.protocol import ApiError, BroadcastUpdate, FileUpdate, InitInfo
 from cb_rollout.server.rl.staged_weights import StagedWeights
 from cb_rollout.server.rl.weight_group import WeightGroup, described
 from cb_rollout.types import SyncReport
 from cb_rollout.weights.adapters import has_adapters
-
-T = TypeVar("T")
 
 InFlightName = Literal["keep", "recompute", "abort"]
 
@@ -75,6 +75,7 @@ class WeightUpdates:
                 "tensors are not those that a trainer sends; serve a plain model."
             )
         self._thread = ThreadPoolExecutor(1, "cb_rollout-weights")
+        self._run = partial(on_thread, self._thread)
         self._open: _Update | None = None
         self._group: WeightGroup | None = None
         # Why no update is open, for a trainer's next call.
@@ -132,10 +133,8 @@ class WeightUpdates:
     ) -> dict[str, Any]:
         """Write the staged tensors under a new policy version, and return a report.
 
-        Args:
-            update_id: of the update; None: the open one's.
-            in_flight: fate of unfinished sequences, as `sync_weights` takes it.
-            weight_version: the trainer's own name of the weights.
+        `in_flight` is the fate of unfinished sequences, as `sync_weights` takes it;
+        `weight_version` is the trainer's own name of the weights.
         """
         # A write cannot be interrupted; a caller that waits no longer leaves it to its end.
         return await asyncio.shield(self._finish(update_id, in_flight, weight_version))
@@ -156,10 +155,10 @@ class WeightUpdates:
             "seconds": report.seconds,
         }
 
-    async def replace(self, info: FileUpdate) -> dict[str, Any]:
+    async def replace(self, weight_dir: str) -> dict[str, Any]:
         """Start, update and finish in one call, from files."""
         update_id = self.start(is_partial=False)
-        await self.add(info, update_id)
+        await self.add(FileUpdate(weight_dir=weight_dir), update_id)
         return await self.finish(update_id, "recompute", None)
 
     @contextmanager
@@ -233,6 +232,3 @@ class WeightUpdates:
                 "another weight update is open; it has to finish first, or is dropped "
                 f"{self._seconds:g} s after its last call.",
             )
-
-    async def _run(self, call: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)

@@ -1,7 +1,4 @@
-"""Contenders of a workload: cb_rollout, transformers' continuous batching, `model.generate`.
-
-Each gets the settings that make it fast, and says which and why.
-"""
+"""Contenders of a workload, each with the settings that make it fast, and the reasons for them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -48,9 +45,7 @@ def ours(*, temperature: float = 1.0, syncs_weights: bool = True, **settings: An
     params = SamplingParams(ignore_eos=True, temperature=temperature)
 
     @contextmanager
-    def create(model: Any, workload: Workload) -> Iterator[Run]:
-        del workload
-
+    def create(model: Any, _: Workload) -> Iterator[Run]:
         def run(part: Workload) -> None:
             outputs = generator.generate_batch(
                 part.prompts, sampling_params=params, max_new_tokens=part.lengths
@@ -122,9 +117,7 @@ def generate(batch_size: int) -> Contender:
     """Create a contender of `model.generate` on left-padded batches."""
 
     @contextmanager
-    def create(model: Any, workload: Workload) -> Iterator[Run]:
-        del workload
-
+    def create(model: Any, _: Workload) -> Iterator[Run]:
         def run(part: Workload) -> None:
             for start in range(0, len(part.prompts), batch_size):
                 end = start + batch_size

@@ -1,7 +1,4 @@
-"""Run a rollout by each contender in turns, print the speeds and write them.
-
-Turns are interleaved, so that a slow spell of the machine affects every contender alike.
-"""
+"""Time a rollout by each contender in turns, so that a slow spell of the machine meets all."""
 
 import json
 import platform
@@ -38,11 +35,7 @@ BATCH_OF_TAILS = 64
 
 
 def run_rollout(options: Any, folder: Path) -> Path:
-    """Time a rollout by the options of the command line, and return the path of its record.
-
-    Raises:
-        ConfigurationError: the device is missing.
-    """
+    """Time a rollout, and return its record's path; `ConfigurationError`: no such device."""
     device = torch_device(options.device).type
     name = options.model or DEFAULT_MODELS[device]
     sizes = TINY if options.tiny else MODELS[name]
@@ -70,10 +63,7 @@ def run_rollout(options: Any, folder: Path) -> Path:
 def races(
     sizes: Sizes, batch_size: int | None = None
 ) -> dict[str, tuple[Workload, dict[str, Contender]]]:
-    """Return the workloads with the contenders that run them, by name.
-
-    `batch_size` is that of `generate`; None: the best of each workload.
-    """
+    """Return the workloads by name, with contenders; `batch_size`: of `generate`, or the best."""
 
     def contenders(best: int) -> dict[str, Contender]:
         return {
@@ -128,10 +118,7 @@ def write_record(
     folder: Path,
     note: str | None = None,
 ) -> Path:
-    """Write results as JSON into a folder, and return the path.
-
-    `note` is what a reader must know of all figures.
-    """
+    """Write results as JSON into a folder, with a `note` on all figures, and return the path."""
     if model != DEFAULT_MODELS[device]:
         # Each model has a record and tables of its own.
         bench = f"{bench}_{model}"

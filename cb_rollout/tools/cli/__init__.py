@@ -23,14 +23,10 @@ __all__ = ["create_parser", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command by the arguments after the program's name; None: those of the process.
 
-    Args:
-        argv: the arguments after the program's name; None: those of the process.
-
-    Returns:
-        The exit code: 0; 1, the command ran and reports a problem; 2, it could not run; 130, it
-        was interrupted.
+    Returns the exit code: 0; 1, the command ran and reports a problem; 2, it could not run; 130,
+    it was interrupted.
     """
     arguments = create_parser().parse_args(argv)
     return arguments.run(arguments)

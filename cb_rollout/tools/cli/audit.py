@@ -22,9 +22,8 @@ def add_audit(commands: Any) -> None:
     )
     parser.add_argument("records", metavar="RECORDS", help="a run's directory, or a JSONL file")
     parser.add_argument("--model", required=True, help="the checkpoint that should have sampled")
-    parser.add_argument(
-        "--version", action="append", default=[], help="an earlier checkpoint; may be repeated"
-    )
+    text = "an earlier checkpoint; may be repeated"
+    parser.add_argument("--version", action="append", default=[], help=text)
     parser.add_argument("--run", dest="run_id", metavar="ID", help="a run of RECORDS (the last)")
     parser.add_argument("--step", type=int, help="a step of that run (the last recorded)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
@@ -46,13 +45,8 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(arguments.model)
-    outputs = read_rollouts(
-        arguments.records,
-        tokenizer,
-        run_id=arguments.run_id,
-        step=arguments.step,
-        temperature=arguments.temperature,
-    )
+    which = {name: getattr(arguments, name) for name in ("run_id", "step", "temperature")}
+    outputs = read_rollouts(arguments.records, tokenizer, **which)
     given = ((name, getattr(arguments, name)) for name in TRUNCATION)
     own = {name: value for name, value in given if value is not None}
     params = SamplingParams(temperature=arguments.temperature, **own) if own else None

@@ -31,14 +31,8 @@ def add_bench(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser("bench", help="time a rollout beside its peers")
     parser.description = DESCRIPTION
-    parser.add_argument(
-        "workload",
-        nargs="?",
-        choices=("rollout",),
-        default="rollout",
-        metavar="NAME",
-        help="rollout",
-    )
+    names = {"choices": ("rollout",), "default": "rollout", "metavar": "NAME"}
+    parser.add_argument("workload", nargs="?", help="rollout", **names)
     add_options(parser, OUTPUT_DIR)
     parser.set_run(_run)
 
@@ -46,32 +40,22 @@ def add_bench(commands: Any) -> None:
 def add_options(parser: CommandParser, output_dir: Path) -> None:
     """Add the options of a workload; `output_dir` is the default directory of its record."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--repetitions", type=int, metavar="N", default=3, help="turns of each contender (3)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, metavar="N", help="of model.generate (each workload's own)"
-    )
+    text = "turns of each contender (3)"
+    parser.add_argument("--repetitions", type=int, metavar="N", default=3, help=text)
+    text = "of model.generate (each workload's own)"
+    parser.add_argument("--batch-size", type=int, metavar="N", help=text)
     devices, text = ("auto", "cpu", "cuda"), "auto: a GPU where there is one"
     parser.add_argument("--device", choices=devices, default="auto", help=text)
-    parser.add_argument(
-        "--output-dir",
-        metavar="DIR",
-        type=Path,
-        help="where NAME_DEVICE.json, with --model NAME_MODEL_DEVICE.json, is written over an "
-        f"older one; made if missing ({output_dir})",
+    text = (
+        "where NAME_DEVICE.json, with --model NAME_MODEL_DEVICE.json, is written over an older "
+        f"one; made if missing ({output_dir})"
     )
+    parser.add_argument("--output-dir", metavar="DIR", type=Path, help=text)
     either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--model",
-        choices=MODELS,
-        help="sizes of the model and the workload (small on a CPU, 0.6b on a GPU)",
-    )
-    either.add_argument(
-        "--tiny",
-        action="store_true",
-        help="see whether a workload runs; its figures say nothing of speed",
-    )
+    text = "sizes of the model and the workload (small on a CPU, 0.6b on a GPU)"
+    either.add_argument("--model", choices=MODELS, help=text)
+    text = "see whether a workload runs; its figures say nothing of speed"
+    either.add_argument("--tiny", action="store_true", help=text)
 
 
 def checked_folder(name: str, arguments: argparse.Namespace, output_dir: Path) -> Path:

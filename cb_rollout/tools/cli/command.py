@@ -8,7 +8,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -69,15 +69,20 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_fields(
-    parser: argparse.ArgumentParser, options: type[Any], notes: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser,
+    options: type[Any],
+    notes: Mapping[str, str] | None = None,
+    names: Collection[str] | None = None,
 ) -> None:
     """Add an option for each field of a dataclass whose metadata has its "help".
 
-    Options left out are left out of the result. `notes` follow a field's help in place of its
-    default.
+    `notes` follow a field's help in place of its default. With `names`, only these fields get
+    options, with their defaults; else options that are not given are left out of the result.
     """
     kinds = get_type_hints(options)
     for field in dataclasses.fields(options):
+        if names is not None and field.name not in names:
+            continue
         kind = kinds[field.name]
         kind = next((k for k in get_args(kind) if k is not type(None)), kind)
         note = "" if field.default is None or kind is bool else f" ({field.default})"
@@ -85,7 +90,7 @@ def add_fields(
         action: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            default=argparse.SUPPRESS,
+            default=argparse.SUPPRESS if names is None else field.default,
             help=text.replace("%", "%%"),
             **action,
         )
@@ -93,9 +98,8 @@ def add_fields(
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`, which is `is_json` of the parsed arguments."""
-    parser.add_argument(
-        "--json", dest="is_json", action="store_true", help="print one JSON object instead of text"
-    )
+    text = "print one JSON object instead of text"
+    parser.add_argument("--json", dest="is_json", action="store_true", help=text)
 
 
 def write_json(value: Any) -> None:
@@ -112,10 +116,7 @@ def write_json(value: Any) -> None:
 
 
 def require_packages(command: str, packages: Iterable[str], requirement: str) -> None:
-    """Raise ConfigurationError where a command's packages are missing; loads none of them.
-
-    `requirement` is the argument of `pip install` that installs them.
-    """
+    """Raise `ConfigurationError` for missing packages, which `pip install requirement` installs."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigurationError(

@@ -26,12 +26,12 @@ RECIPE = Path("recipes", "arithmetic_cpu.py")
 # The recipe's imports.
 PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl")
 
-# Smallest and largest value of each option; numpy limits the seed.
-RANGES = {
-    "seed": (0, 2**32 - 1),
-    "max_steps": (1, math.inf),
-    "warmup_steps": (0, math.inf),
-    "num_held_out": (1, math.inf),
+# Help, smallest and largest value of each whole number; numpy limits the seed.
+NUMBERS = {
+    "seed": ("of weights, problems and sampling (0)", 0, 2**32 - 1),
+    "max_steps": ("GRPO steps (40)", 1, math.inf),
+    "warmup_steps": ("supervised steps before them (600)", 0, math.inf),
+    "num_held_out": ("problems to measure accuracy with (500)", 1, math.inf),
 }
 
 DESCRIPTION = """\
@@ -49,26 +49,13 @@ def add_demo(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--seed", type=int, metavar="N", help="of weights, problems and sampling (0)"
-    )
-    parser.add_argument("--max-steps", "--steps", type=int, metavar="N", help="GRPO steps (40)")
-    parser.add_argument(
-        "--warmup-steps", type=int, metavar="N", help="supervised steps before them (600)"
-    )
-    parser.add_argument(
-        "--num-held-out", type=int, metavar="N", help="problems to measure accuracy with (500)"
-    )
-    parser.add_argument(
-        "--numerics",
-        choices=[choice.value for choice in Numerics],
-        help="bitwise: sampled log-probabilities are the trainer's in every bit (fast)",
-    )
-    parser.add_argument(
-        "--output-dir",
-        metavar="DIR",
-        help="of metrics, records and the report, made if missing (runs/arithmetic)",
-    )
+    for name, (text, *_) in NUMBERS.items():
+        flags = [f"--{name.replace('_', '-')}", *(["--steps"] if name == "max_steps" else ())]
+        parser.add_argument(*flags, type=int, metavar="N", help=text)
+    text = "bitwise: sampled log-probabilities are the trainer's in every bit (fast)"
+    parser.add_argument("--numerics", choices=[each.value for each in Numerics], help=text)
+    text = "of metrics, records and the report, made if missing (runs/arithmetic)"
+    parser.add_argument("--output-dir", metavar="DIR", help=text)
     parser.set_run(_run)
 
 
@@ -105,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
     require_packages("the demo", PACKAGES, "cb_rollout")
     path = str(recipe_path())
     given = {name: value for name, value in vars(arguments).items() if name != "run"}
-    for name, (least, largest) in RANGES.items():
+    for name, (_, least, largest) in NUMBERS.items():
         value = given.get(name, least)
         if not least <= value <= largest:
             bound = f"below {least}" if value < least else f"above {largest}"

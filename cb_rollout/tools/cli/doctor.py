@@ -7,7 +7,8 @@ from itertools import chain
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.command import EXIT_PARTLY, add_json, write_json
+from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields, add_json, write_json
+from cb_rollout.tools.dataset.options import DatasetOptions
 
 VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")
 
@@ -31,14 +32,7 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help=text)
     text = "of its micro-batch, each prompt once (17184: 4 prompts of 200, 32 answers of 512)"
     parser.add_argument("--loss-tokens", type=int, default=17_184, metavar="N", help=text)
-    parser.add_argument("--dtype", default="auto", help="of the weights (auto: the checkpoint's)")
-    parser.add_argument("--device", default="auto", help="auto: a GPU where there is one")
-    parser.add_argument(
-        "--max-memory-percent",
-        type=float,
-        default=0.8,
-        help="share of the free memory that the KV cache may take (0.8)",
-    )
+    add_fields(parser, DatasetOptions, names=("max_memory_percent", "dtype", "device"))
     add_json(parser)
     parser.set_run(lambda arguments: _run(arguments, parser.in_options))
 

@@ -28,31 +28,16 @@ def add_generate(commands: Any) -> None:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--model", required=True, help="A checkpoint's directory or hub name.")
-    parser.add_argument(
-        "--input",
-        required=True,
-        dest="dataset",
-        help="A JSONL or Parquet file, or a `datasets` directory or hub name.",
-    )
-    parser.add_argument(
-        "--output",
-        required=True,
-        help="JSONL, in a directory that exists; resumed if it exists itself.",
-    )
-    parser.add_argument(
-        "--evaluate",
-        metavar="MODULE:FUNCTION",
-        help="Score each result: function(row) -> number, bool, or a dict of numbers.",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="Start over, whatever the output holds."
-    )
-    parser.add_argument(
-        "--no-progress-bar",
-        dest="progress_bar",
-        action="store_false",
-        help="Write no progress to stderr.",
-    )
+    text = "A JSONL or Parquet file, or a `datasets` directory or hub name."
+    parser.add_argument("--input", required=True, dest="dataset", help=text)
+    text = "JSONL, in a directory that exists; resumed if it exists itself."
+    parser.add_argument("--output", required=True, help=text)
+    text = "Score each result: function(row) -> number, bool, or a dict of numbers."
+    parser.add_argument("--evaluate", metavar="MODULE:FUNCTION", help=text)
+    text = "Start over, whatever the output holds."
+    parser.add_argument("--overwrite", action="store_true", help=text)
+    text = "Write no progress to stderr."
+    parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false", help=text)
     add_json(parser)
     add_fields(parser, DatasetOptions)
     parser.set_run(lambda arguments: _run(arguments, parser.in_options))

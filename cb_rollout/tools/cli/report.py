@@ -11,6 +11,8 @@ from cb_rollout.tools.cli.command import add_json, write_json
 from cb_rollout.tools.report import write_comparison, write_report, write_trace
 from cb_rollout.tools.report.live import LiveReport
 
+RUN_DIR_HELP = "a trainer's output_dir, or the cb_rollout directory in it"
+
 
 def add_report(commands: Any) -> None:
     """Add the command to the command line."""
@@ -21,30 +23,14 @@ def add_report(commands: Any) -> None:
         "comparison.html about two, beside those of the first. With --trace, write only when the "
         "parts of the run's steps happened, for ui.perfetto.dev or chrome://tracing.",
     )
-    parser.add_argument(
-        "run_dir",
-        metavar="RUN_DIR",
-        type=Path,
-        help="a trainer's output_dir, or the cb_rollout directory in it",
-    )
-    parser.add_argument(
-        "other_run_dir",
-        metavar="RUN_DIR",
-        type=Path,
-        nargs="?",
-        help="another to compare it with, or the same with two --run",
-    )
-    parser.add_argument(
-        "--run",
-        metavar="ID",
-        dest="run_ids",
-        action="append",
-        help="one of the runs of RUN_DIR (the last); once for each RUN_DIR, in their order",
-    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help=RUN_DIR_HELP)
+    text = "another to compare it with, or the same with two --run"
+    parser.add_argument("other_run_dir", metavar="RUN_DIR", type=Path, nargs="?", help=text)
+    text = "one of the runs of RUN_DIR (the last); once for each RUN_DIR, in their order"
+    parser.add_argument("--run", metavar="ID", dest="run_ids", action="append", help=text)
     parser.add_argument("--list", action="store_true", help="list the runs of RUN_DIR")
-    parser.add_argument(
-        "--trace", metavar="FILE", type=Path, help="write a trace (JSON) of one run instead"
-    )
+    text = "write a trace (JSON) of one run instead"
+    parser.add_argument("--trace", metavar="FILE", type=Path, help=text)
     add_json(parser)
     parser.set_run(_run)
 
@@ -58,8 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
             print(*runs, sep="\n")
         return 0
     run_dir, other, run_ids = arguments.run_dir, arguments.other_run_dir, arguments.run_ids or []
-    num_dirs = 1 if other is None else 2
-    if len(run_ids) > num_dirs:
+    if len(run_ids) > (num_dirs := 1 if other is None else 2):
         raise ConfigurationError(
             f"--run is given {len(run_ids)} times for {num_dirs} RUN_DIR; give one for each."
         )
@@ -88,16 +73,10 @@ def add_watch(commands: Any) -> None:
         description="Serve the report of RUN_DIR on this machine alone, written anew when its "
         "records change, until Ctrl-C. RUN_DIR may be empty yet.",
     )
-    parser.add_argument(
-        "run_dir",
-        metavar="RUN_DIR",
-        type=Path,
-        help="a trainer's output_dir, or the cb_rollout directory in it",
-    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help=RUN_DIR_HELP)
     parser.add_argument("--port", type=int, default=8008, help="0: any free one (8008)")
-    parser.add_argument(
-        "--seconds", type=int, default=10, help="between two loads of the page (10)"
-    )
+    text = "between two loads of the page (10)"
+    parser.add_argument("--seconds", type=int, default=10, help=text)
     parser.set_run(_run_watch)
 
 

@@ -14,6 +14,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.tools.cli.command import add_fields
+from cb_rollout.tools.dataset.options import DatasetOptions
 
 DESCRIPTION = """\
 Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/completions, /v1/models, /health,
@@ -37,24 +38,11 @@ def add_serve(commands: Any) -> None:
         "api_key": f" Or in the environment, as {KEY_VARIABLE}.",
     }
     add_fields(parser, ServerOptions, notes)
-    parser.add_argument(
-        "--max-num-seqs", type=int, help="Most sequences decoded together (chosen by device)."
-    )
-    parser.add_argument(
-        "--max-queue-size",
-        type=int,
-        default=1024,
-        help="Most sequences that may wait; one more is answered 429. 0: unlimited. (1024)",
-    )
-    parser.add_argument(
-        "--max-memory-percent",
-        type=float,
-        default=0.8,
-        help="Share of the free memory that the KV cache may take. (0.8)",
-    )
+    text = "Most sequences that may wait; one more is answered 429. 0: unlimited. (1024)"
+    parser.add_argument("--max-queue-size", type=int, default=1024, help=text)
     parser.add_argument("--seed", type=int, help="Of requests that name none (fresh draws).")
-    parser.add_argument("--dtype", default="auto", help="Of the weights (the checkpoint's).")
-    parser.add_argument("--device", default="auto", help="auto: a GPU where there is one.")
+    names = ("max_num_seqs", "max_memory_percent", "dtype", "device")
+    add_fields(parser, DatasetOptions, names=names)
     parser.set_run(_run)
 
 

@@ -26,18 +26,10 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.rollout.prompts import Encoded
+from cb_rollout.tools.dataset import scores as scoring
 from cb_rollout.tools.dataset.options import DatasetOptions
 from cb_rollout.tools.dataset.results import ResultFile
-from cb_rollout.tools.dataset.rows import Row, RowEncoder, create_source, rows, survey
-from cb_rollout.tools.dataset.scores import (
-    Scorer,
-    ScoreSummary,
-    load_scorer,
-    name_of,
-    scores_of,
-    summaries,
-    table,
-)
+from cb_rollout.tools.dataset.rows import Row, create_source, encoded_prompt, rows, survey
 from cb_rollout.types import GenerationOutput
 
 # A full batch runs and another waits, so that a completed sequence is replaced at once.
@@ -71,24 +63,22 @@ class DatasetReport:
     """Tokens sampled in this run, those of interrupted sequences included."""
     seconds: float
     """Time from this run's first request to its last result."""
-    scores: list[ScoreSummary]
+    scores: list[scoring.ScoreSummary]
     """Empty when nothing was evaluated."""
 
     def __str__(self) -> str:
-        counts = f"{self.num_sequences:,} sequences of {self.num_rows:,} rows in {self.output}"
+        lines = [f"{self.num_sequences:,} sequences of {self.num_rows:,} rows in {self.output}"]
         if self.num_resumed:
-            counts += f", {self.num_resumed:,} of them from before"
+            lines[0] += f", {self.num_resumed:,} of them from before"
         if self.num_failed:
-            counts += f", {self.num_failed:,} of them failed (rows with an error)"
-        lines = [counts]
-        if self.first_error is not None:
+            lines[0] += f", {self.num_failed:,} of them failed (rows with an error)"
             lines.append(f"the first error: {self.first_error}")
             lines.append("what failed stays so, until its lines are removed from the output")
         if self.num_tokens:
             speed = f"{self.num_tokens / self.seconds:,.0f} tokens/s"
             lines.append(f"{self.num_tokens:,} tokens in {self.seconds:.1f} s, {speed}")
         if self.scores:
-            lines += ["", table(self.scores, self.num_return_sequences)]
+            lines += ["", scoring.table(self.scores, self.num_return_sequences)]
         return "\n".join(lines)
 
 
@@ -98,7 +88,7 @@ def generate_dataset(
     output: str | os.PathLike[str],
     *,
     tokenizer: Any = None,
-    evaluate: str | Scorer | None = None,
+    evaluate: str | scoring.Scorer | None = None,
     overwrite: bool = False,
     progress_bar: bool = True,
     **options: Any,
@@ -140,38 +130,40 @@ def generate_dataset(
         )
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
     _check_output(dataset, output)
-    folder = Path(dataset).parent if Path(dataset).is_file() else Path()
-    found = survey(source)
-    scorer = load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
+    num_rows, digest = survey(source)
+    scorer = scoring.load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
         if isinstance(model, torch.nn.Module):
             raise ConfigurationError("tokenizer is None beside a model; give the model's own.")
         tokenizer = load_tokenizer(os.fspath(model))
-    encoder = RowEncoder(
-        tokenizer, system_prompt=chosen.system_prompt, chat=chosen.chat, folder=folder
-    )
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
     settings = {
-        "input": found.digest,
+        "input": digest,
         "model": _digest_of_weights(hf_compat.unwrap(model)),
         "chat_template": getattr(tokenizer, "chat_template", None),
         **chosen.shaping_results(),
-        "evaluate": scorer and name_of(scorer),
+        "evaluate": scorer and scoring.name_of(scorer),
     }
     with ResultFile(output, settings, overwrite=overwrite) as results:
         num_resumed, started = results.num_done, time.perf_counter()
         num_tokens = 0
-        num_wanted = found.num_rows * chosen.num_return_sequences
+        numbers = range(chosen.num_return_sequences)
+        num_wanted = num_rows * len(numbers)
         if num_resumed < num_wanted:
             manager, params = _create_manager(model, tokenizer, chosen)
-            wanted = _missing(rows(source), results, chosen.num_return_sequences)
-            completed = CompletionStream(manager, params, encoder.encoded).completed(wanted)
+            folder = Path(dataset).parent if Path(dataset).is_file() else Path()
+            encode = partial(encoded_prompt, tokenizer, chosen, folder)
+            lacking = (
+                (row, [n for n in numbers if not results.has(row.id, n)]) for row in rows(source)
+            )
+            wanted = (pair for pair in lacking if pair[1])
+            completed = completions(manager, params, encode, wanted)
             result_of = partial(_result, tokenizer, scorer)
             num_tokens = _write(results, completed, result_of, manager, num_wanted, progress_bar)
         return DatasetReport(
             output=os.fspath(output),
-            num_rows=found.num_rows,
+            num_rows=num_rows,
             num_return_sequences=chosen.num_return_sequences,
             num_sequences=results.num_done,
             num_failed=results.num_failed,
@@ -179,7 +171,7 @@ def generate_dataset(
             num_resumed=num_resumed,
             num_tokens=num_tokens,
             seconds=time.perf_counter() - started,
-            scores=summaries(results) if scorer else [],
+            scores=scoring.summaries(results) if scorer else [],
         )
 
 
@@ -194,67 +186,56 @@ class CompletedSequence(NamedTuple):
     error: str | None
 
 
-class CompletionStream:
-    """Submission and completion of the sequences of rows, by a manager that is started before.
+def completions(
+    manager: ContinuousBatchingManager,
+    params: SamplingParams,
+    encoded: Callable[[Row], Encoded],
+    wanted: Iterator[tuple[Row, list[int]]],
+) -> Iterator[list[CompletedSequence]]:
+    """Generate sequences of rows; yield the completed ones, at least every `POLL_SECONDS`.
 
-    Without `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, and no more than the model
-    takes. With a seed, tokens depend on it, the row's id and the sequence's number only. `encoded`
-    encodes a row, and may raise `InvalidRequestError`.
+    `wanted` has rows, and the numbers of their sequences; it is read as room allows. Without
+    `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, and no more than the model takes.
+    With a seed, tokens depend on it, the row's id and the sequence's number only. `encoded` encodes
+    a row, and may raise `InvalidRequestError`.
     """
+    max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
+    in_flight: dict[str, tuple[Row, int]] = {}
+    output_queue = OutputQueue()
+    upcoming = next(wanted, None)
+    while upcoming or in_flight:
+        completed: list[CompletedSequence] = []
+        while upcoming and (not in_flight or len(in_flight) + len(upcoming[1]) <= max_in_flight):
+            row, samples = upcoming
+            try:
+                prompt = encoded(row)
+                own = _params_of(row, prompt, params)
+                requests = manager.create_requests([prompt], [own], members=samples)
+                manager.submit(requests, output_queue)
+                for request, sample in zip(requests, samples, strict=True):
+                    in_flight[request.request_id] = (row, sample)
+            except InvalidRequestError as error:
+                completed += [CompletedSequence(row, s, None, str(error)) for s in samples]
+            upcoming = next(wanted, None)
+        if in_flight:
+            output = output_queue.take(timeout=POLL_SECONDS)
+            while output is not None:
+                completed.append(
+                    CompletedSequence(*in_flight.pop(output.request_id), output, output.error)
+                )
+                output = output_queue.take(timeout=0)
+        yield completed
 
-    def __init__(
-        self,
-        manager: ContinuousBatchingManager,
-        params: SamplingParams,
-        encoded: Callable[[Row], Encoded],
-    ) -> None:
-        self._manager, self._params, self._encoded = manager, params, encoded
-        self._max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
-        self._in_flight: dict[str, tuple[Row, int]] = {}
-        self._output_queue = OutputQueue()
 
-    def completed(
-        self, wanted: Iterator[tuple[Row, list[int]]]
-    ) -> Iterator[list[CompletedSequence]]:
-        """Generate sequences; yield the completed ones, at least every `POLL_SECONDS`.
-
-        `wanted` has rows, and the numbers of their sequences; it is read as room allows.
-        """
-        upcoming = next(wanted, None)
-        while upcoming or self._in_flight:
-            completed: list[CompletedSequence] = []
-            while upcoming and (
-                not self._in_flight
-                or len(self._in_flight) + len(upcoming[1]) <= self._max_in_flight
-            ):
-                completed += self._submit(*upcoming)
-                upcoming = next(wanted, None)
-            if self._in_flight:
-                output = self._output_queue.take(timeout=POLL_SECONDS)
-                while output is not None:
-                    row, sample = self._in_flight.pop(output.request_id)
-                    completed.append(CompletedSequence(row, sample, output, output.error))
-                    output = self._output_queue.take(timeout=0)
-            yield completed
-
-    def _submit(self, row: Row, samples: list[int]) -> list[CompletedSequence]:
-        """Submit a row's sequences as a group; return them as failed if they are refused."""
-        params = self._params
-        if params.seed is not None:
-            digest = hashlib.blake2b(repr((params.seed, row.id)).encode(), digest_size=7).digest()
-            params = replace(params, seed=int.from_bytes(digest))
-        try:
-            prompt = self._encoded(row)
-            if params.max_new_tokens is None:
-                token_ids = prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt
-                params = replace(params, max_length=len(token_ids) + DEFAULT_NEW_TOKENS)
-            requests = self._manager.create_requests([prompt], [params], members=samples)
-        except InvalidRequestError as error:
-            return [CompletedSequence(row, sample, None, str(error)) for sample in samples]
-        self._manager.submit(requests, self._output_queue)
-        for request, sample in zip(requests, samples, strict=True):
-            self._in_flight[request.request_id] = (row, sample)
-        return []
+def _params_of(row: Row, prompt: Encoded, params: SamplingParams) -> SamplingParams:
+    """Return the parameters of a row's sequences, with its own seed and limit."""
+    if params.seed is not None:
+        digest = hashlib.blake2b(repr((params.seed, row.id)).encode(), digest_size=7).digest()
+        params = replace(params, seed=int.from_bytes(digest))
+    if params.max_new_tokens is None:
+        token_ids = prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt
+        params = replace(params, max_length=len(token_ids) + DEFAULT_NEW_TOKENS)
+    return params
 
 
 def _create_manager(
@@ -320,7 +301,9 @@ def _write(
     return manager.counters.tokens_generated
 
 
-def _result(tokenizer: Any, scorer: Scorer | None, sequence: CompletedSequence) -> dict[str, Any]:
+def _result(
+    tokenizer: Any, scorer: scoring.Scorer | None, sequence: CompletedSequence
+) -> dict[str, Any]:
     row, sample, output, error = sequence
     result: dict[str, Any] = {"id": row.id, "sample": sample, **row.values}
     if output is not None:
@@ -333,7 +316,7 @@ def _result(tokenizer: Any, scorer: Scorer | None, sequence: CompletedSequence) 
     if error is not None:
         result["error"] = f"{row.label}: {error}"
     elif scorer is not None:
-        result["scores"] = scores_of(scorer, result, row.label)
+        result["scores"] = scoring.scores_of(scorer, result, row.label)
     return result
 
 
@@ -345,16 +328,6 @@ def _check_output(dataset: str | os.PathLike[str], output: str | os.PathLike[str
         why = f"{folder} is not a directory; make it, or name another output"
     if why:
         raise ConfigurationError(f"{output} cannot be written: {why}.")
-
-
-def _missing(
-    all_rows: Iterator[Row], results: ResultFile, num_return_sequences: int
-) -> Iterator[tuple[Row, list[int]]]:
-    """Yield the rows that lack sequences, with the numbers of these."""
-    for row in all_rows:
-        samples = [s for s in range(num_return_sequences) if not results.has(row.id, s)]
-        if samples:
-            yield row, samples
 
 
 def _digest_of_weights(model: PreTrainedModel) -> str:

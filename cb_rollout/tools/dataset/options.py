@@ -15,17 +15,17 @@ from cb_rollout.errors import ConfigurationError
 # The one saved with the model, or none.
 GENERATION_CONFIGS = ("model", "none")
 
+# Options that change no result.
+RUN_OPTIONS = ("split", "subset", "max_num_seqs", "max_memory_percent", "dtype", "device")
+
 # Names that vLLM and OpenAI's API use.
 SYNONYMS = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 
 _SAMPLING_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(SamplingParams)}
 
 
-def _option(default: Any, help_text: str, *, shapes_results: bool = True) -> Any:
-    """Return a field with its help text; `shapes_results`: a resumed run must repeat the value."""
-    return dataclasses.field(
-        default=default, metadata={"help": help_text, "shapes_results": shapes_results}
-    )
+def _option(default: Any, help_text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help_text})
 
 
 @known_fields_only(ConfigurationError, SYNONYMS)
@@ -60,24 +60,19 @@ class DatasetOptions:
     system_prompt: str | None = _option(None, "A system message before each chat.")
     chat: bool = _option(False, "Make each prompt that is text a chat of one user message.")
     logprobs: bool = _option(False, "Write the log-probability of every token.")
-    split: str = _option("train", "Split of a data set that is not a file.", shapes_results=False)
+    split: str = _option("train", "Split of a data set that is not a file.")
     subset: str | None = _option(
-        None, "Subset of a data set that is not a file; None: its only one.", shapes_results=False
+        None, "Subset of a data set that is not a file; None: its only one."
     )
     max_num_seqs: int | None = _option(
-        None, "Most sequences decoded together; None: chosen by device.", shapes_results=False
+        None, "Most sequences decoded together; None: chosen by device."
     )
-    max_memory_percent: float = _option(
-        0.8, "Share of the free memory that the KV cache may take.", shapes_results=False
-    )
+    max_memory_percent: float = _option(0.8, "Share of the free memory that the KV cache may take.")
     dtype: str = _option(
         "auto",
         "Of the weights: auto (the checkpoint's), float32, bfloat16, float16.",
-        shapes_results=False,
     )
-    device: str = _option(
-        "auto", "Where to run; auto: a GPU where there is one, else the CPU.", shapes_results=False
-    )
+    device: str = _option("auto", "Where to run; auto: a GPU where there is one, else the CPU.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_return_sequences, int) or self.num_return_sequences < 1:
@@ -110,9 +105,5 @@ class DatasetOptions:
         )
 
     def shaping_results(self) -> dict[str, Any]:
-        """Return the options that change results, by name."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.metadata["shapes_results"]
-        }
+        """Return the options that change results, by name; a resumed run must repeat them."""
+        return {name: value for name, value in vars(self).items() if name not in RUN_OPTIONS}

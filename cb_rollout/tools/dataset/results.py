@@ -10,19 +10,13 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.jsonl import (
-    append_lines,
-    json_line,
-    read_records,
-    remove_half_line,
-    write_whole,
-)
+from cb_rollout.metrics import jsonl
 from cb_rollout.tools.dataset.rows import RowId
 
 SETTINGS_SUFFIX = ".settings.json"
@@ -31,7 +25,7 @@ SETTINGS_SUFFIX = ".settings.json"
 SYNC_SECONDS = 1.0
 
 
-class ResultFile:
+class ResultFile(AbstractContextManager["ResultFile"]):
     """A file of results, resumed after its last whole line, and the index of its sequences.
 
     `overwrite` discards the results.
@@ -42,17 +36,11 @@ class ResultFile:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        settings: Mapping[str, Any],
-        *,
-        overwrite: bool = False,
+        self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, overwrite: bool = False
     ) -> None:
-        self.path = Path(path)
-        self._settings_path = Path(f"{self.path}{SETTINGS_SUFFIX}")
+        self.path, self._settings_path = Path(path), Path(f"{path}{SETTINGS_SUFFIX}")
         self._settings = json.loads(json.dumps(settings))
-        self.num_done = 0
-        self.num_failed = 0
+        self.num_done = self.num_failed = 0
         self.first_error: str | None = None
         self._samples: dict[RowId, int] = {}
         self._synced = time.monotonic()
@@ -69,12 +57,12 @@ class ResultFile:
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
             settings = json.dumps(self._settings, indent=1).encode()
-            write_whole(self._settings_path, settings, survives_power_failure=True)
+            jsonl.write_whole(self._settings_path, settings, survives_power_failure=True)
             return
         self._require_same_settings()
         for result in self:
             self._index(result)
-        remove_half_line(self.path)
+        jsonl.remove_half_line(self.path)
         self._sync()
 
     def has(self, row_id: RowId, sample: int) -> bool:
@@ -85,7 +73,7 @@ class ResultFile:
         for result in results:
             self._index(result)
         try:
-            append_lines(self._file, b"".join(map(json_line, results)))
+            jsonl.append_lines(self._file, b"".join(map(jsonl.json_line, results)))
         except OSError as error:
             raise ConfigurationError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run the same "
@@ -95,10 +83,7 @@ class ResultFile:
             self._sync()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return read_records(self.path, _checked, "result")
-
-    def __enter__(self) -> Self:
-        return self
+        return jsonl.read_records(self.path, _checked, "result")
 
     def __exit__(self, *_: object) -> None:
         try:

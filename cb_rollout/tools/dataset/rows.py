@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cb_rollout.engine.images.processor import image_parts, is_chat, picture_of
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import Encoded, encoded
+from cb_rollout.tools.dataset.options import DatasetOptions
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
@@ -37,29 +39,26 @@ Source = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
-    """Open a JSONL or Parquet file, a directory, or a data set of the hub.
-
-    Files have no split; `subset` is that of a data set, None its only subset.
+    """Open a JSONL or Parquet file, or a data set of a directory or the hub by split and subset.
 
     Raises:
         ConfigurationError: the source does not exist or cannot be read.
     """
-    path = Path(name)
-    suffixes = (*JSONL_SUFFIXES, PARQUET_SUFFIX)
+    path, ends = Path(name), (*JSONL_SUFFIXES, PARQUET_SUFFIX)
     try:
         is_file = path.is_file()
         if is_file:
             path.open("rb").close()
     except OSError as error:
         raise ConfigurationError(f"{name} cannot be read ({error.strerror}).") from error
-    if is_file and path.suffix not in suffixes:
-        ends = ", ".join(suffixes)
-        raise ConfigurationError(f"{name} ends in none of {ends}; convert it to one of them.")
-    if path.suffix in suffixes and not is_file:
+    if is_file and path.suffix not in ends:
+        why = f"ends in none of {', '.join(ends)}; convert it to one of them."
+        raise ConfigurationError(f"{name} {why}")
+    if path.suffix in ends and not is_file:
         state = "is not a file" if path.exists() else "does not exist"
         raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
     if path.suffix in JSONL_SUFFIXES:
-        return lambda: _jsonl_rows(path)
+        return partial(_jsonl_rows, path)
     return _parquet_source(path) if is_file else _dataset_source(name, split, subset)
 
 
@@ -126,19 +125,10 @@ class Row:
         return self.values["prompt"] if "prompt" in self.values else self.values["messages"]
 
 
-class Survey(NamedTuple):
-    """Result of a pass over the input."""
+def survey(source: Source) -> tuple[int, str]:
+    """Check every row; return their number, and a digest of them in their order.
 
-    num_rows: int
-    digest: str
-    """Changes when any row changes, or their order; pictures are known by their names."""
-
-
-def survey(source: Source) -> Survey:
-    """Read every row once and check it.
-
-    Raises:
-        InvalidRequestError: a row cannot be used; the first is named with its reason.
+    Pictures are known by their names. `InvalidRequestError` names the first row at fault.
     """
     digest = hashlib.sha256()
     labels: dict[RowId, str] = {}
@@ -151,7 +141,7 @@ def survey(source: Source) -> Survey:
         digest.update(json.dumps([row.id, row.values]).encode())
     if not labels:
         raise InvalidRequestError("the input has no rows.")
-    return Survey(len(labels), digest.hexdigest())
+    return len(labels), digest.hexdigest()
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -216,53 +206,39 @@ def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
         yield from (name for part in image_parts(chat) if (name := picture_of(part)) is not None)
 
 
-class RowEncoder:
-    """Encoding of rows by a tokenizer, or for pictures a processor.
+def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: Row) -> Encoded:
+    """Return a row's prompt as an engine takes it; paths of pictures are relative to `folder`.
 
-    `system_prompt` comes before each chat; `chat` makes each text a chat of one user message; paths
-    of pictures are relative to `folder`.
+    Raises:
+        InvalidRequestError: the row does not fit the tokenizer or the options, or a picture cannot
+            be read.
     """
-
-    def __init__(
-        self, tokenizer: Any, *, system_prompt: str | None, chat: bool, folder: Path = Path()
-    ) -> None:
-        self._tokenizer, self._system_prompt, self._chat = tokenizer, system_prompt, chat
-        self._folder = folder
-
-    def encoded(self, row: Row) -> Encoded:
-        """Return a row's prompt as an engine takes it.
-
-        Raises:
-            InvalidRequestError: the row does not fit the tokenizer or the options, or a picture
-                cannot be read.
-        """
-        prompt: Any = row.prompt
-        # The pictures of a chat are its own, or the row's in their place.
-        names = row.values.get("images") or _image_names(row.values)
-        images = [x if x.startswith(URLS) else str(self._folder / x) for x in names]
-        if self._chat and isinstance(prompt, str):
-            text = {"type": "text", "text": prompt}
-            content = [*({"type": "image"} for _ in images), text] if images else prompt
-            prompt = [{"role": "user", "content": content}]
-        if self._system_prompt is not None and isinstance(prompt, str):
+    prompt: Any = row.prompt
+    system_prompt = options.system_prompt
+    # The pictures of a chat are its own, or the row's in their place.
+    names = row.values.get("images") or _image_names(row.values)
+    images = [x if x.startswith(URLS) else str(folder / x) for x in names]
+    if options.chat and isinstance(prompt, str):
+        text = {"type": "text", "text": prompt}
+        content = [*({"type": "image"} for _ in images), text] if images else prompt
+        prompt = [{"role": "user", "content": content}]
+    if system_prompt is not None and isinstance(prompt, str):
+        raise InvalidRequestError(
+            "the prompt is text, which cannot follow a system prompt; set chat to make each text a "
+            "chat, or leave system_prompt out."
+        )
+    if system_prompt is not None and is_chat(prompt):
+        if prompt[0]["role"] == "system":
             raise InvalidRequestError(
-                "the prompt is text, which cannot follow a system prompt; set chat to make each "
-                "text a chat, or leave system_prompt out."
+                "the chat has a system message of its own; take it out, or leave system_prompt out."
             )
-        if self._system_prompt is not None and is_chat(prompt):
-            if prompt[0]["role"] == "system":
-                raise InvalidRequestError(
-                    "the chat has a system message of its own; take it out, or leave "
-                    "system_prompt out."
-                )
-            system: dict[str, Any] = {"role": "system", "content": self._system_prompt}
-            if any(isinstance(message["content"], list) for message in prompt):
-                # Templates of processors read either texts or parts in every message.
-                system["content"] = [{"type": "text", "text": self._system_prompt}]
-            prompt = [system, *prompt]
-        whole = {"prompt": prompt, "images": images} if images else prompt
-        try:
-            (found,) = encoded([whole], self._tokenizer)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(str(error).removeprefix("input 0: ")) from error
-        return found
+        # Templates of processors read either texts or parts in every message.
+        has_parts = any(isinstance(message["content"], list) for message in prompt)
+        content = [{"type": "text", "text": system_prompt}] if has_parts else system_prompt
+        prompt = [{"role": "system", "content": content}, *prompt]
+    whole = {"prompt": prompt, "images": images} if images else prompt
+    try:
+        (found,) = encoded([whole], tokenizer)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error).removeprefix("input 0: ")) from error
+    return found

@@ -41,11 +41,7 @@ class ScoreSummary:
 
 
 def load_scorer(name: str) -> Scorer:
-    """Load the function that `module:function` names; the working directory is searched too.
-
-    Raises:
-        ConfigurationError: the function is missing, or its module fails to load.
-    """
+    """Load `module:function`, from the working directory too, or raise `ConfigurationError`."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigurationError(f"evaluate={name!r} is not of the form module:function.")
@@ -70,11 +66,7 @@ def name_of(scorer: Scorer) -> str:
 
 
 def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str, float]:
-    """Return the scores of a result, by name.
-
-    Raises:
-        ConfigurationError: the function raised, or returned no finite number.
-    """
+    """Return a result's scores by name; `ConfigurationError`: the function raised, or gave none."""
     where = f"{name_of(scorer)} on {label} (id {result['id']!r}, sample {result['sample']})"
     try:
         returned = scorer(dict(result))

@@ -10,23 +10,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cb_rollout.metrics.run_records import Mode, StepMetrics
-from cb_rollout.tools.report.svg import (
-    Band,
-    Curve,
-    Point,
-    Span,
-    compact,
-    curve_chart,
-    linear_axis,
-    log_axis,
-    percent,
-    scientific,
-)
+from cb_rollout.tools.report import svg
+from cb_rollout.tools.report.svg import Point, Span
 
 Metrics = Sequence[StepMetrics]
+
+T = TypeVar("T", Point, Span)
 
 # The verification against a plain forward first; TRL's own difference is recorded on more steps.
 DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/max")
@@ -127,13 +119,14 @@ def smoothing_window(num_points: int) -> int:
     return min(MAX_WINDOW, num_points // 12 | 1)
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Replace each value by the mean of the window around it, narrower at the ends."""
-    half, values = smoothing_window(len(points)) // 2, [value for _, value in points]
-    windows = (values[max(0, n - half) : n + half + 1] for n in range(len(points)))
-    return [
-        (step, sum(window) / len(window)) for (step, _), window in zip(points, windows, strict=True)
-    ]
+def smoothed(points: Sequence[T]) -> list[T]:
+    """Replace each value of a step by the mean of the window around it, narrower at the ends."""
+    smooth: list[Any] = []
+    half = smoothing_window(len(points)) // 2
+    for place, (step, *_) in enumerate(points):
+        _, *values = zip(*points[max(0, place - half) : place + half + 1], strict=True)
+        smooth.append((step, *(sum(window) / len(window) for window in values)))
+    return smooth
 
 
 class Panel(NamedTuple):
@@ -143,7 +136,7 @@ class Panel(NamedTuple):
     note: str
     curve: Callable[[Metrics], list[Point]]
     """Compared between two runs."""
-    label: Callable[[float], str] = compact
+    label: Callable[[float], str] = svg.compact
     other: tuple[str, str, Callable[[Metrics], list[Point]]] | None = None
     """Names of the curve and of a second one, which a single run has beside it."""
     spread: Callable[[Metrics], list[Span]] | None = None
@@ -162,7 +155,7 @@ PANELS = (
           other=("training", "evaluation", _scalar("eval_reward")), spread=reward_spread, low=None,
           style="wide"),
     Panel("Groups", "share whose rewards differ; solved: all have the run's highest reward",
-          partial(group_share, solved=False), percent,
+          partial(group_share, solved=False), svg.percent,
           ("rewards differ", "solved", partial(group_share, solved=True))),
     Panel("Length of completions", "mean of each step, tokens; band: 10th to 90th percentile",
           _scalar("completions/mean_length"), spread=length_spread),
@@ -173,12 +166,13 @@ PANELS = (
     Panel("Throughput", "sampled tokens per second of rollout",
           _scalar("rollout/tokens_per_second")),
     Panel("Rollout's share of a step", "of its wall-clock time", _scalar("rollout/step_share"),
-          percent),
-    Panel("Log-probability drift", "largest of a step, nats", _scalar(DRIFT_KEYS[0]), scientific,
+          svg.percent),
+    Panel("Log-probability drift", "largest of a step, nats", _scalar(DRIFT_KEYS[0]),
+          svg.scientific,
           ("against a plain forward", "against the trainer's forward", _scalar(DRIFT_KEYS[1])),
           is_log=True),
     Panel("Routes", "router choices that differ from the rollout's, unreplayed",
-          _scalar("rollout/router_disagreement"), percent),
+          _scalar("rollout/router_disagreement"), svg.percent),
 )  # fmt: skip
 
 
@@ -197,15 +191,15 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
     if not drawn:
         return ""
     spans = [panel.spread(metrics) if panel.spread else [] for metrics in runs.values()]
-    bands = [Band(_smoothed(x), style) for x, style in zip(spans, STYLES, strict=False) if x]
+    bands = [(style, smoothed(x)) for style, x in zip(STYLES, spans, strict=False) if x]
     # A second curve of one run is as it was recorded: its largest values matter.
     curves = [
-        Curve(points if len(runs) == 1 and style == "b" else smoothed(points), style)
+        (style, points if len(runs) == 1 and style == "b" else smoothed(points))
         for style, _, points in drawn
     ]
     keys = [(style, name) for style, name, _ in drawn] if len(runs) + len(drawn) > 2 else []
     if len(runs) == 1 and (window := smoothing_window(len(lines[0][1]))) > 1:
-        curves.insert(0, Curve(lines[0][1], "raw"))
+        curves.insert(0, ("raw", lines[0][1]))
         keys += [("raw", f"each step; the line: mean over {window}")]
     around = {
         step: f" ({panel.label(low)} to {panel.label(high)})"
@@ -215,13 +209,13 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
         (step, f"step {step:,}: {panel.label(value)}{around.get(step, '')}")
         for step, value in drawn[0][2]
     ]
-    points = [*chain(*(x.points for x in curves)), *chain(*(x.spans for x in bands))]
+    points = [point for _, line in (*curves, *bands) for point in line]
     steps, values = [x[0] for x in points], [value for _, *values in points for value in values]
-    x = linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
-    y = linear_axis(values, low=panel.low, num_ticks=4, label=panel.label)
+    x = svg.linear_axis(steps, low=min(steps), high=max(steps), num_ticks=6, is_whole=True)
+    y = svg.linear_axis(values, low=panel.low, num_ticks=4, label=panel.label)
     if panel.is_log:
-        y = log_axis(values, floor=DRIFT_FLOOR)
-    chart = curve_chart(curves, x=x, y=y, title=panel.title, tips=tips, bands=bands)
+        y = svg.log_axis(values, floor=DRIFT_FLOOR)
+    chart = svg.curve_chart(curves, bands, tips, x=x, y=y, title=panel.title)
     legend = "".join(f'<span class="key {s}"><i></i>{escape(text)}</span>' for s, text in keys)
     return (
         f'<figure class="{panel.style}"><figcaption><h2>{escape(panel.title)}</h2>'
@@ -229,23 +223,15 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
     )
 
 
-def _smoothed(spans: Sequence[Span]) -> list[Span]:
-    lows, highs = (smoothed([(span[0], span[end]) for span in spans]) for end in (1, 2))
-    return [(step, low, high) for (step, low), (_, high) in zip(lows, highs, strict=True)]
-
-
 def advice(metrics: Metrics) -> Iterator[str]:
     """Yield a sentence or two about each known pattern in the last steps of a run."""
     for key in DRIFT_KEYS:
         drift = [value for _, value in series(metrics, key)]
-        first, last = (
-            statistics.median(part) if part else 0.0 for part in (drift[:WINDOW], drift[-WINDOW:])
-        )
-        if len(drift) >= 2 * WINDOW and last > max(LEAST_DRIFT, DRIFT_GROWTH * first):
-            yield (
-                f"{key} grows: {compact(first)} nats at first, {compact(last)} now. cb-rollout "
-                "audit names the cause."
-            )
+        if len(drift) >= 2 * WINDOW:
+            first, last = statistics.median(drift[:WINDOW]), statistics.median(drift[-WINDOW:])
+            if last > max(LEAST_DRIFT, DRIFT_GROWTH * first):
+                change = f"{svg.compact(first)} nats at first, {svg.compact(last)} now"
+                yield f"{key} grows: {change}. cb-rollout audit names the cause."
     for key, least, sentence in PATTERNS:
         values = [value for _, value in series(metrics, key)[-WINDOW:]]
         if values and statistics.fmean(values) >= least:

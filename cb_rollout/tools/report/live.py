@@ -20,13 +20,7 @@ class LiveReport(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, run_dir: str | os.PathLike[str], port: int, refresh_seconds: int) -> None:
-        """Bind to a port; 0: a free one.
-
-        A browser loads the page again every `refresh_seconds`.
-
-        Raises:
-            ConfigurationError: the port cannot be used.
-        """
+        """Bind to a port, 0: a free one, or raise `ConfigurationError`."""
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:

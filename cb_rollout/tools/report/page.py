@@ -10,6 +10,7 @@ anything. Loads no torch.
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from html import escape
 from importlib.resources import files
@@ -48,7 +49,7 @@ from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
-PAGES_DIR = "report_pages"
+PAGES_DIR, PAGE_FILE = "report_pages", "step_{}.html"
 
 # The usual size of a group; three such steps load quickly on a phone.
 MAX_SEQUENCES_PER_STEP = 8
@@ -75,41 +76,32 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         ConfigurationError: there is no such run, a record cannot be read, or the page cannot be
             written.
     """
-    try:
-        return _write_report(find_run_dir(run_dir), run_id)
-    except OSError as error:
-        raise unusable(run_dir, error) from error
-
-
-def _write_report(run_dir: Path, run_id: str | None) -> Path:
-    runs = list_runs(run_dir)
-    run = chosen_run(runs, run_id)
-    metrics, counts = read_metrics(run_dir, run), run.num_sequences
-    rollouts = _sequences_shown(run_dir, run)
-    name = run_name(run_dir)
-    figures = figures_html({name: metrics})
-    charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
-    numbers = "".join(
-        f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
-        for label, value, note in key_figures(metrics, counts)
-    )
-    page = html_page(
-        name,
-        f"""<header class="top">
+    with naming_file(run_dir):
+        folder = find_run_dir(run_dir)
+        runs = list_runs(folder)
+        run, name = chosen_run(runs, run_id), run_name(folder)
+        metrics, counts = read_metrics(folder, run), run.num_sequences
+        shown = write_pages(folder, run, name) if counts else {}
+        figures = figures_html({name: metrics})
+        charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
+        numbers = "".join(
+            f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
+            for label, value, note in key_figures(metrics, counts)
+        )
+        page = html_page(
+            name,
+            f"""<header class="top">
 <p class="kicker">Rollout report of run {visible_html(_described(run, runs))}</p>
 <h1>{visible_html(name)}</h1>
 <dl class="figures">{numbers}</dl>
 </header>
-{_advice(metrics, run_dir / AUDIT_FILE)}{charts}
-{_completions(counts, rollouts, run_dir)}
+{_advice(metrics, folder / AUDIT_FILE)}{charts}
+{_completions(counts, shown, folder)}
 <footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
 {sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
-    )
-    if counts:
-        write_pages(run_dir, run, name)
-    path = run_dir / REPORT_FILE
-    write_whole(path, page.encode())
-    return path
+        )
+        write_whole(folder / REPORT_FILE, page.encode())
+        return folder / REPORT_FILE
 
 
 def _advice(metrics: Sequence[StepMetrics], audit: Path) -> str:
@@ -163,19 +155,8 @@ def key_figures(
         yield "Largest drift", compact(value), f"nats, at step {step:,}"
 
 
-def _sequences_shown(run_dir: Path, run: Run) -> dict[int, list[SequenceRecord]]:
-    """Return the first sequences of each shown step, holding no others."""
-    shown: dict[int, list[SequenceRecord]] = {s: [] for s in steps_shown(list(run.num_sequences))}
-    for record in iterate_rollouts(run_dir, run, shown):
-        if len(shown[record.step]) < MAX_SEQUENCES_PER_STEP:
-            shown[record.step].append(record)
-    return shown
-
-
 def _completions(
-    counts: Mapping[int, int],
-    rollouts: Mapping[int, Sequence[SequenceRecord]],
-    run_dir: Path,
+    counts: Mapping[int, int], rollouts: Mapping[int, Sequence[SequenceRecord]], run_dir: Path
 ) -> str:
     if not rollouts:
         return ""
@@ -201,13 +182,17 @@ def steps_with_pages(steps: Sequence[int]) -> list[int]:
     return [steps[place * (len(steps) - 1) // max(1, num - 1)] for place in range(num)]
 
 
-def write_pages(run_dir: Path, run: Run, name: str) -> None:
-    """Write a page of each chosen step in place of those of an earlier report."""
+def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRecord]]:
+    """Write a page of each chosen step in place of those of an earlier report.
+
+    Returns the first sequences of each step that the report itself shows.
+    """
     folder = run_dir / PAGES_DIR
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     counts = run.num_sequences
     waiting: dict[int, list[SequenceRecord]] = {s: [] for s in steps_with_pages(list(counts))}
+    shown: dict[int, list[SequenceRecord]] = {s: [] for s in steps_shown(list(waiting))}
     # A step's records are adjacent but for evaluations, so that few steps wait at a time.
     for record in iterate_rollouts(run_dir, run, waiting.keys()):
         if (records := waiting.get(record.step)) is None:
@@ -215,20 +200,18 @@ def write_pages(run_dir: Path, run: Run, name: str) -> None:
         records.append(record)
         if len(records) == min(counts[record.step], MAX_SEQUENCES_PER_PAGE):
             content = _page_of_step(name, run_dir, records, counts[record.step])
-            write_whole(folder / page_file(record.step), content.encode())
+            write_whole(folder / PAGE_FILE.format(record.step), content.encode())
+            if record.step in shown:
+                shown[record.step] = records[:MAX_SEQUENCES_PER_STEP]
             del waiting[record.step]
-
-
-def page_file(step: int) -> str:
-    """Return the name of a step's page."""
-    return f"step_{step}.html"
+    return shown
 
 
 def pages_table(counts: Mapping[int, int]) -> str:
     """Return the table of the steps with pages, closed until it is asked for."""
     chosen = steps_with_pages(list(counts))
     rows = "".join(
-        f'<tr><td><a href="{PAGES_DIR}/{page_file(step)}">{step:,}</a></td>'
+        f'<tr><td><a href="{PAGES_DIR}/{PAGE_FILE.format(step)}">{step:,}</a></td>'
         f"<td>{counts[step]:,}</td></tr>"
         for step in chosen
     )
@@ -254,14 +237,18 @@ def _page_of_step(name: str, run_dir: Path, records: Sequence[SequenceRecord], n
     )
 
 
-def unusable(run_dir: str | os.PathLike[str], error: OSError) -> ConfigurationError:
-    """Return the error of a file of a run that cannot be read, or of its page."""
-    # A page that cannot be replaced is the second file.
-    path = error.filename2 or error.filename or run_dir
-    return ConfigurationError(
-        f"{path} cannot be read or written ({error.strerror}); look at what it is and who may use "
-        "it."
-    )
+@contextmanager
+def naming_file(run_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise `ConfigurationError` for a file of a run, or of its page, that cannot be used."""
+    try:
+        yield
+    except OSError as error:
+        # A page that cannot be replaced is the second file.
+        path = error.filename2 or error.filename or run_dir
+        raise ConfigurationError(
+            f"{path} cannot be read or written ({error.strerror}); look at what it is and who may "
+            "use it."
+        ) from error
 
 
 def html_page(name: str, content: str) -> str:
@@ -294,13 +281,10 @@ def write_comparison(
 ) -> Path:
     """Write `comparison.html` about two runs beside the records of the first.
 
-    `run_ids` are a run of each directory, which may be the same; None: the last.
-
-    Raises:
-        ConfigurationError: a run has no metrics, a record cannot be read, or the page cannot
-            be written.
+    `run_ids` are a run of each directory, which may be the same; None: the last. Raises
+    `ConfigurationError` as `write_report`, and for a run without metrics.
     """
-    try:
+    with naming_file(run_dir):
         folders = [find_run_dir(run_dir), find_run_dir(other)]
         runs = [chosen_run(list_runs(f), i) for f, i in zip(folders, run_ids, strict=True)]
         if folders[0].resolve() == folders[1].resolve() and runs[0] == runs[1]:
@@ -314,8 +298,6 @@ def write_comparison(
         path = folders[0] / COMPARISON_FILE
         write_whole(path, _comparison(_names(folders, runs), runs, metrics).encode())
         return path
-    except OSError as error:
-        raise unusable(run_dir, error) from error
 
 
 def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:

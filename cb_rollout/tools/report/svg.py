@@ -7,9 +7,8 @@ viewport, labels and dots are placed by percentages. Every function is pure.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
-from typing import NamedTuple
 
 Point = tuple[float, float]
 
@@ -33,8 +32,8 @@ class Axis:
     low: float
     high: float
     ticks: tuple[float, ...]
+    label: Callable[[float], str]
     is_log: bool = False
-    label: Callable[[float], str] = field(default=lambda value: compact(value))
 
     def position(self, value: float) -> float:
         """Map `value` to 0 at `low` and 1 at `high`, clamped."""
@@ -43,70 +42,6 @@ class Axis:
         if self.is_log:
             low, high, value = math.log10(low), math.log10(high), math.log10(value)
         return (value - low) / (high - low)
-
-
-class Curve(NamedTuple):
-    """Points drawn as a line; with dots, if they are few."""
-
-    points: Sequence[Point]
-    style: str
-    """A class of `report.css`."""
-
-
-class Band(NamedTuple):
-    """A tinted area between two values of each x."""
-
-    spans: Sequence[Span]
-    style: str
-    """A class of `report.css`."""
-
-
-def linear_axis(
-    values: Iterable[float],
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    num_ticks: int = 5,
-    is_whole: bool = False,
-    label: Callable[[float], str] | None = None,
-) -> Axis:
-    """Create an axis over `values`, widened to round numbers where an end is None.
-
-    Labels about `num_ticks` values with `label`, or `compact`; `is_whole`: whole numbers only.
-    """
-    values = list(values)
-    least = min(values) if low is None else low
-    most = max(values) if high is None else high
-    if most <= least:
-        least, most = (least, least + 1) if low is not None else (least - 0.5, least + 0.5)
-    step = _round_step((most - least) / num_ticks)
-    step = math.ceil(step) if is_whole else step
-    first = math.floor(least / step + 1e-9) if low is None else math.ceil(least / step - 1e-9)
-    last = math.ceil(most / step - 1e-9) if high is None else math.floor(most / step + 1e-9)
-    ticks = tuple(number * step for number in range(first, last + 1))
-    return Axis(
-        low=min((least, *ticks)), high=max((most, *ticks)), ticks=ticks, label=label or compact
-    )
-
-
-def log_axis(values: Iterable[float], *, floor: float) -> Axis:
-    """Create an axis of whole decades; values up to `floor` lie at its low end, which says 0."""
-    values = list(values)
-    positive = [value for value in values if value > floor] or [floor]
-    first = math.floor(math.log10(min(positive)) - 1e-9)
-    last = math.ceil(math.log10(max(positive)) + 1e-9)
-    last = max(last, first + 2)
-    stride = math.ceil((last - first) / 6)
-    ticks = tuple(10.0**power for power in range(first, last + 1, stride))
-    zero = None
-    if len(positive) < len(values):
-        zero = ticks[0] / 10
-        ticks = (zero, *ticks)
-
-    def label(value: float) -> str:
-        return "0" if value == zero else scientific(value, digits=0)
-
-    return Axis(ticks[0], 10.0**last, ticks, is_log=True, label=label)
 
 
 def compact(value: float) -> str:
@@ -133,19 +68,72 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g}%"
 
 
+def linear_axis(
+    values: Iterable[float],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    num_ticks: int = 5,
+    is_whole: bool = False,
+    label: Callable[[float], str] = compact,
+) -> Axis:
+    """Create an axis over `values`, widened to round numbers where an end is None.
+
+    Labels about `num_ticks` values; `is_whole`: whole numbers only.
+    """
+    values = list(values)
+    least = min(values) if low is None else low
+    most = max(values) if high is None else high
+    if most <= least:
+        least, most = (least, least + 1) if low is not None else (least - 0.5, least + 0.5)
+    step = _round_step((most - least) / num_ticks)
+    step = math.ceil(step) if is_whole else step
+    first = math.floor(least / step + 1e-9) if low is None else math.ceil(least / step - 1e-9)
+    last = math.ceil(most / step - 1e-9) if high is None else math.floor(most / step + 1e-9)
+    ticks = tuple(number * step for number in range(first, last + 1))
+    return Axis(min((least, *ticks)), max((most, *ticks)), ticks, label)
+
+
+def log_axis(values: Iterable[float], *, floor: float) -> Axis:
+    """Create an axis of whole decades; values up to `floor` lie at its low end, which says 0."""
+    values = list(values)
+    positive = [value for value in values if value > floor] or [floor]
+    first = math.floor(math.log10(min(positive)) - 1e-9)
+    last = max(math.ceil(math.log10(max(positive)) + 1e-9), first + 2)
+    stride = math.ceil((last - first) / 6)
+    ticks = tuple(10.0**power for power in range(first, last + 1, stride))
+    zero = ticks[0] / 10
+    if len(positive) < len(values):
+        ticks = (zero, *ticks)
+
+    def label(value: float) -> str:
+        return "0" if value == zero else scientific(value, digits=0)
+
+    return Axis(ticks[0], 10.0**last, ticks, label, is_log=True)
+
+
 def curve_chart(
-    curves: Sequence[Curve],
+    curves: Sequence[tuple[str, Sequence[Point]]],
+    bands: Sequence[tuple[str, Sequence[Span]]],
+    tips: Sequence[tuple[float, str]],
     *,
     x: Axis,
     y: Axis,
     title: str,
-    tips: Sequence[tuple[float, str]] = (),
-    bands: Sequence[Band] = (),
 ) -> str:
-    """Draw curves over bands, the last on top; `tips`: texts shown when the pointer is at an x."""
-    paths = "".join(_band(band, x, y) for band in bands)
-    paths += "".join(_path(curve, x, y) for curve in curves)
-    dots = "".join(_dots(curve, x, y) for curve in curves)
+    """Draw curves over bands, each with its class of `report.css`, the last on top.
+
+    A curve has dots if they are few. A band is the tinted area between two values of each x. `tips`
+    are texts shown when the pointer is at an x.
+    """
+    paths = "".join(
+        f'<path class="band {style}" d="M{_corners(_outline(spans, x), x, y)}Z"/>'
+        for style, spans in bands
+    )
+    paths += "".join(
+        f'<path class="line {style}" d="M{_corners(points, x, y)}"/>' for style, points in curves
+    )
+    dots = "".join(_dots(style, points, x, y) for style, points in curves)
     return (
         f'<svg class="chart" width="100%" role="img" aria-label="{escape(title)}">{_grid(x, y)}'
         f'<svg width="100%" height="100%" viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" '
@@ -167,44 +155,33 @@ def _grid(x: Axis, y: Axis) -> str:
     return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
 
 
-def _band(band: Band, x: Axis, y: Axis) -> str:
+def _outline(spans: Sequence[Span], x: Axis) -> list[Point]:
     # A single step has a band as wide as its dot.
-    spans = band.spans
     if len(spans) == 1:
         (at, low, high), half = spans[0], (x.high - x.low) / 100
         spans = [(at - half, low, high), (at + half, low, high)]
     upper = [(at, high) for at, _, high in spans]
-    lower = [(at, low) for at, low, _ in reversed(spans)]
-    corners = _corners([*upper, *lower], x, y)
-    return f'<path class="band {band.style}" d="M{"L".join(corners)}Z"/>' if corners else ""
+    return upper + [(at, low) for at, low, _ in reversed(spans)]
 
 
-def _corners(points: Sequence[Point], x: Axis, y: Axis) -> list[str]:
-    return [
+def _corners(points: Sequence[Point], x: Axis, y: Axis) -> str:
+    return "L".join(
         f"{x.position(across) * SPAN:.1f} {(1 - y.position(up)) * SPAN:.1f}"
         for across, up in points
-    ]
+    )
 
 
-def _path(curve: Curve, x: Axis, y: Axis) -> str:
-    if not curve.points:
-        return ""
-    corners = _corners(curve.points, x, y)
-    return f'<path class="line {curve.style}" d="M{"L".join(corners)}"/>'
-
-
-def _dots(curve: Curve, x: Axis, y: Axis) -> str:
+def _dots(style: str, points: Sequence[Point], x: Axis, y: Axis) -> str:
     # A line gets a dot at its end, without which a single point is invisible.
-    points = curve.points if len(curve.points) <= MAX_DOTS else curve.points[-1:]
     return "".join(
-        f'<circle class="dot {curve.style}" cx="{_across(at, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
-        for at, up in points
+        f'<circle class="dot {style}" cx="{_across(at, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
+        for at, up in (points if len(points) <= MAX_DOTS else points[-1:])
     )
 
 
 def _tip_bands(tips: Sequence[tuple[float, str]], x: Axis) -> str:
-    chosen = tips[:: math.ceil(len(tips) / MAX_TIPS)] if tips else ()
-    width = 100 / max(len(chosen), 1)
+    chosen = tips[:: math.ceil(len(tips) / MAX_TIPS)]
+    width = 100 / len(chosen)
     return "".join(
         f'<rect class="tip" x="{_across(across, x) - width / 2:.2f}%" width="{width:.2f}%" y="0" '
         f'height="100%"><title>{escape(text)}</title></rect>'

@@ -51,10 +51,7 @@ def legend_html() -> str:
 def sequences_html(
     sequences: Sequence[SequenceRecord], read_image: Callable[[str], bytes | None] = lambda _: None
 ) -> str:
-    """Return recorded sequences, each prompt once above its adjacent completions.
-
-    `read_image` returns a recorded picture as PNG by its name, None when it is gone.
-    """
+    """Return sequences, each prompt once above its adjacent completions, with pictures as PNG."""
     return "".join(
         f'<div class="group">{_images_html(images, read_image)}{_prompt_html(prompt)}'
         f"{''.join(map(_completion_html, members))}</div>"
@@ -130,27 +127,20 @@ def _facts(sequence: SequenceRecord) -> Iterator[str]:
 
 def _tokens_html(sequence: SequenceRecord) -> str:
     rows = list(sequence.token_rows())
-    num_hidden = len(rows) - MAX_TOKENS_SHOWN
-    if num_hidden <= 0:
-        return _rows_html(rows)
-    beginning, end = rows[: MAX_TOKENS_SHOWN - MAX_TOKENS_AT_THE_END], rows[-MAX_TOKENS_AT_THE_END:]
-    gap = f'<div class="gap">{num_hidden:,} of {len(rows):,} tokens are left out here</div>'
-    return f"{_rows_html(beginning)}{gap}{_rows_html(end)}"
-
-
-def _rows_html(rows: Sequence[TokenRow]) -> str:
+    gap_at, gap = MAX_TOKENS_SHOWN - MAX_TOKENS_AT_THE_END, ""
+    if (num_hidden := len(rows) - MAX_TOKENS_SHOWN) > 0:
+        gap = f'<div class="gap">{num_hidden:,} of {len(rows):,} tokens are left out here</div>'
+        del rows[gap_at:-MAX_TOKENS_AT_THE_END]
     before = [None, *(row.policy_version for row in rows)]
-    return "".join(
-        _token_html(row, is_other_policy=version is not None and version != row.policy_version)
-        for version, row in zip(before, rows, strict=False)
-    )
+    tokens = list(map(_token_html, rows, before))
+    return "".join([*tokens[:gap_at], gap, *tokens[gap_at:]])
 
 
-def _token_html(row: TokenRow, *, is_other_policy: bool) -> str:
+def _token_html(row: TokenRow, version_before: int | None) -> str:
     classes = ["ln" if row.logprob is None else f"l{colour_level(row.logprob)}"]
     if SPECIAL_TOKEN.fullmatch(row.token):
         classes.append("special")
-    if is_other_policy:
+    if version_before not in (None, row.policy_version):
         classes.append("switch")
     text = visible_html(row.token, marks_spaces=True)
     if not row.token.strip(" "):

@@ -15,26 +15,20 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import json_line, write_whole
 from cb_rollout.metrics.live_metrics import FORWARDS
 from cb_rollout.metrics.run_records import SequenceTimes, Span, chosen_run, list_runs, read_metrics
-from cb_rollout.tools.report.page import unusable
+from cb_rollout.tools.report.page import naming_file
 
 TRACKS = {1: "trainer", 2: "engine", 3: "sequences"}
 
 
 def write_trace(run_dir: str | os.PathLike[str], path: Path, run_id: str | None = None) -> None:
-    """Write the trace of a run; None: of the last.
-
-    Raises:
-        ConfigurationError: there is no such run, it has no times, or the file cannot be written.
-    """
+    """Write the trace of a run, None: of the last, or raise `ConfigurationError`."""
     metrics = read_metrics(run_dir, chosen_run(list_runs(run_dir), run_id))
     spans = [span for record in metrics for span in record.spans]
     if not spans:
         raise ConfigurationError(f"{run_dir} holds no times of its steps; record the run again.")
     sequences = [times for record in metrics for times in record.sequences]
-    try:
+    with naming_file(path):
         write_whole(path, json_line({"traceEvents": list(trace_events(spans, sequences))}))
-    except OSError as error:
-        raise unusable(path, error) from error
 
 
 def trace_events(
