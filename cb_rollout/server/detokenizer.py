@@ -133,9 +133,7 @@ class TokenTable:
         if as_ids:
             own = zip(tokens, logprobs, strict=True)
             tops = [(*top, pair) for top, pair in zip(tops, own, strict=True)]
-        top_logprobs = [
-            {self._name(token, as_ids): logprob for token, logprob in top} for top in tops
-        ]
+        top_logprobs = [{self._name(token, as_ids): value for token, value in top} for top in tops]
         return {
             "tokens": [self._name(token, as_ids) for token in tokens],
             "token_logprobs": logprobs,

@@ -20,7 +20,7 @@ SYNONYMS = {
 }
 
 
-def _option(default: Any, help_text: str, **settings: Any) -> Any:
+def _field(default: Any, help_text: str, **settings: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text}, **settings)
 
 
@@ -34,36 +34,34 @@ class ServerOptions:
             connect without a key.
     """
 
-    host: str = _option("127.0.0.1", "Address to bind; beyond this machine it takes an API key.")
-    port: int = _option(8000, "Port to bind; 0: any that is free.")
-    api_key: str | None = _option(
+    host: str = _field("127.0.0.1", "Address to bind; beyond this machine it takes an API key.")
+    port: int = _field(8000, "Port to bind; 0: any that is free.")
+    api_key: str | None = _field(
         None, "What clients must send as their key; None: no key, on this machine only.", repr=False
     )
-    model_name: str = _option("policy", "What clients call the model.")
-    max_connections: int | None = _option(
+    model_name: str = _field("policy", "What clients call the model.")
+    max_connections: int | None = _field(
         None, "Most open connections; None: half of the files that the process may open, or 1024."
     )
-    max_body_bytes: int = _option(8 * 1024**2, "Largest request body.")
-    max_prompt_tokens: int | None = _option(
-        None, "Longest prompt; None: what the model and the cache can hold."
+    max_body_bytes: int = _field(8 * 1024**2, "Largest request body.")
+    max_prompt_tokens: int | None = _field(None, "Longest prompt; None: what model and cache hold.")
+    max_sequences: int = _field(128, "Most sequences of one request: its prompts times `n`.")
+    max_images: int = _field(8, "Most pictures of one request; 0: none.")
+    max_image_bytes: int = _field(6 * 1024**2, "Largest picture, as a file.")
+    max_image_pixels: int = _field(16 * 1024**2, "Largest picture, in pixels.")
+    request_timeout_seconds: float = _field(
+        600.0, "Longest a request may take, or it is cancelled."
     )
-    max_sequences: int = _option(128, "Most sequences of one request: its prompts times `n`.")
-    max_images: int = _option(8, "Most pictures of one request; 0: none.")
-    max_image_bytes: int = _option(6 * 1024**2, "Largest picture, as a file.")
-    max_image_pixels: int = _option(16 * 1024**2, "Largest picture, in pixels.")
-    request_timeout_seconds: float = _option(
-        600.0, "Longest a request may take; it is cancelled then."
-    )
-    body_timeout_seconds: float = _option(
+    body_timeout_seconds: float = _field(
         30.0, "Longest a head or a body may take to arrive, or the end of an answer to be taken."
     )
-    allow_weight_updates: bool = _option(
+    allow_weight_updates: bool = _field(
         False, "Let clients replace the model's weights: with the key, or without one of this user."
     )
-    weight_update_timeout_seconds: float = _option(
+    weight_update_timeout_seconds: float = _field(
         60.0, "Longest a begun weight update waits for its next call; it is dropped then."
     )
-    drain_seconds: float = _option(
+    drain_seconds: float = _field(
         20.0, "Longest that running requests go on after shutdown begins; then they are cancelled."
     )
 

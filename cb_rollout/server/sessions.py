@@ -68,9 +68,7 @@ class Sessions:
     def open(self) -> Session:
         """Open a session, or raise 429 where as many are open as one server keeps."""
         if len(self._sessions) >= MAX_SESSIONS:
-            raise ApiError(
-                429, f"{MAX_SESSIONS} sessions are open; close some by DELETE.", "session"
-            )
+            raise ApiError(429, f"{MAX_SESSIONS} sessions are open; DELETE some.", "session")
         name = uuid.uuid4().hex
         session = Session(name, f"{self.url}/sessions/{name}/v1")
         self._sessions[name] = session

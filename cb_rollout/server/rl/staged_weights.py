@@ -5,6 +5,7 @@ only, never a pickle. Called on the thread of weight updates.
 """
 
 import copy
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -19,10 +20,14 @@ from cb_rollout.errors import WeightSyncError, abbreviated, error_text
 
 
 class StagedWeights:
-    """The tensors of one update for a model, which is read only until `write`."""
+    """The tensors of one update for a model, which is read only until `write`.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    Tensors that an update `is_partial` does not send keep their values; else all must be sent.
+    """
+
+    def __init__(self, model: PreTrainedModel, is_partial: bool = False) -> None:
+        self._model, self._is_partial = model, is_partial
+        self.update_id = uuid.uuid4().hex
         # Tied tensors are under each name, buffers that no checkpoint has under none.
         self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self.tensors: dict[str, torch.Tensor] = {}
@@ -57,14 +62,14 @@ class StagedWeights:
                 )
             self.tensors[name] = tensor
 
-    def require_whole(self, is_partial: bool, half_written: Iterable[str]) -> None:
-        """Raise `WeightSyncError` if a tensor is missing; tied ones are needed once.
+    def require_whole(self, half_written: Iterable[str]) -> None:
+        """Raise `WeightSyncError` if a tensor is missing, or of those that a write left half done.
 
-        An update that `is_partial` needs only the names that an earlier write left `half_written`.
+        Of tied ones one is needed.
         """
         targets = self._targets.items()
         parameters = [name for name, target in targets if isinstance(target, torch.nn.Parameter)]
-        if not is_partial and (missing := self._missing(parameters)):
+        if not self._is_partial and (missing := self._missing(parameters)):
             raise WeightSyncError(
                 f"{len(missing)} of {len(self._targets)} tensors were not sent: "
                 f"{abbreviated(missing)}; send all, or begin the update with partial=true."

@@ -7,11 +7,9 @@ waits or copies runs on a thread of its own.
 """
 
 import asyncio
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -32,17 +30,6 @@ from cb_rollout.weights.adapters import has_adapters
 InFlightName = Literal["keep", "recompute", "abort"]
 
 Sync = Callable[..., SyncReport]
-
-
-@dataclass(slots=True)
-class _Update:
-    """The update that is open."""
-
-    staged: StagedWeights
-    is_partial: bool
-    expiry: asyncio.TimerHandle | None
-    """Drops it where no next call comes; None: a call of it runs."""
-    update_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class WeightUpdates:
@@ -76,7 +63,9 @@ class WeightUpdates:
             )
         self._thread = ThreadPoolExecutor(1, "cb_rollout-weights")
         self._run = partial(on_thread, self._thread)
-        self._open: _Update | None = None
+        self._open: StagedWeights | None = None
+        # Drops the open update where no next call comes; None: a call of it runs.
+        self._expiry: asyncio.TimerHandle | None = None
         self._group: WeightGroup | None = None
         # Why no update is open, for a trainer's next call.
         self._fault = "none was begun"
@@ -115,18 +104,19 @@ class WeightUpdates:
     def start(self, is_partial: bool) -> str:
         """Begin an update, and return its id; `is_partial`: unsent tensors keep their values."""
         self._refuse_second()
-        self._open = _Update(StagedWeights(self._model), is_partial, self._expiry())
+        self._open = StagedWeights(self._model, is_partial)
+        self._expire_later()
         return self._open.update_id
 
     async def add(self, info: FileUpdate | BroadcastUpdate, update_id: str | None) -> int:
         """Stage tensors, and return how many are staged by now."""
-        with self._call(update_id) as update:
+        with self._call(update_id) as staged:
             if isinstance(info, FileUpdate):
                 paused = self._manager.loop.paused
-                await self._run(update.staged.add_files, info.weight_dir, paused)
+                await self._run(staged.add_files, info.weight_dir, paused)
             else:
-                await self._run(self._receive, update.staged, info)
-        return len(update.staged.tensors)
+                await self._run(self._receive, staged, info)
+        return len(staged.tensors)
 
     async def finish(
         self, update_id: str | None, in_flight: InFlightName, weight_version: str | None
@@ -142,9 +132,8 @@ class WeightUpdates:
     async def _finish(
         self, update_id: str | None, in_flight: InFlightName, weight_version: str | None
     ) -> dict[str, Any]:
-        with self._call(update_id) as update:
-            staged = update.staged
-            staged.require_whole(update.is_partial, self._half_written)
+        with self._call(update_id) as staged:
+            staged.require_whole(self._half_written)
             report = await self._run(self._write, staged, in_flight)
         self._close("the last one is finished")
         self.weight_version = weight_version
@@ -162,7 +151,7 @@ class WeightUpdates:
         return await self.finish(update_id, "recompute", None)
 
     @contextmanager
-    def _call(self, update_id: str | None) -> Iterator[_Update]:
+    def _call(self, update_id: str | None) -> Iterator[StagedWeights]:
         """One call of the open update, which drops the update if it fails or is cancelled."""
         update = self._open
         if update is None or update_id not in (None, update.update_id):
@@ -172,10 +161,10 @@ class WeightUpdates:
                 f"no such weight update is open ({fault}); the weights are those of policy version "
                 f"{self._manager.policy_version}.",
             )
-        if update.expiry is None:
+        if self._expiry is None:
             raise ApiError(409, "another call of this weight update still runs.")
-        update.expiry.cancel()
-        update.expiry = None
+        self._expiry.cancel()
+        self._expiry = None
         try:
             yield update
         except BaseException as error:
@@ -185,11 +174,12 @@ class WeightUpdates:
             if isinstance(error, WeightSyncError):
                 raise ApiError(400, f"the weight update was dropped: {error}") from error
             raise
-        update.expiry = self._expiry()
+        self._expire_later()
 
-    def _expiry(self) -> asyncio.TimerHandle:
+    def _expire_later(self) -> None:
         fault = f"it waited longer than {self._seconds:g} s for its next call"
-        return asyncio.get_running_loop().call_later(self._seconds, self._drop, fault)
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_later(self._seconds, self._drop, fault)
 
     def _drop(self, fault: str) -> None:
         """Drop the open update; the weights stay as they are."""
@@ -198,9 +188,9 @@ class WeightUpdates:
         self._group = None
 
     def _close(self, fault: str) -> None:
-        if self._open is not None and self._open.expiry is not None:
-            self._open.expiry.cancel()
-        self._open, self._fault = None, fault
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._open, self._expiry, self._fault = None, None, fault
 
     def _receive(self, staged: StagedWeights, info: BroadcastUpdate) -> None:
         tensors = described(info.names, info.dtype_names, info.shapes)

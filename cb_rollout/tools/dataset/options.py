@@ -24,7 +24,7 @@ SYNONYMS = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
 _SAMPLING_HELP = {f.name: f.metadata["help"] for f in dataclasses.fields(SamplingParams)}
 
 
-def _option(default: Any, help_text: str) -> Any:
+def _field(default: Any, help_text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help_text})
 
 
@@ -38,41 +38,33 @@ class DatasetOptions:
         InvalidRequestError: a sampling parameter is out of its range.
     """
 
-    max_new_tokens: int | None = _option(
+    max_new_tokens: int | None = _field(
         None, "Longest completion, in tokens; None: 512, or fewer where the model takes fewer."
     )
-    num_return_sequences: int = _option(
-        1, "Completions of each row; their prompt is computed once."
-    )
-    temperature: float | None = _option(
+    num_return_sequences: int = _field(1, "Completions of each row; their prompt is computed once.")
+    temperature: float | None = _field(
         None, "Divides the logits; 0 is greedy. None: the generation config's, as for the next 3."
     )
-    top_k: int | None = _option(None, _SAMPLING_HELP["top_k"])
-    top_p: float | None = _option(None, _SAMPLING_HELP["top_p"])
-    min_p: float | None = _option(None, _SAMPLING_HELP["min_p"])
-    generation_config: str = _option(
+    top_k: int | None = _field(None, _SAMPLING_HELP["top_k"])
+    top_p: float | None = _field(None, _SAMPLING_HELP["top_p"])
+    min_p: float | None = _field(None, _SAMPLING_HELP["min_p"])
+    generation_config: str = _field(
         "model", "model: the one saved with the model; none: temperature 1, nothing truncated."
     )
-    ignore_eos: bool = _option(False, "Generate on past the model's end of sequence.")
-    seed: int | None = _option(
-        None, "Makes a run repeatable, interrupted or not; None: fresh draws."
-    )
-    system_prompt: str | None = _option(None, "A system message before each chat.")
-    chat: bool = _option(False, "Make each prompt that is text a chat of one user message.")
-    logprobs: bool = _option(False, "Write the log-probability of every token.")
-    split: str = _option("train", "Split of a data set that is not a file.")
-    subset: str | None = _option(
-        None, "Subset of a data set that is not a file; None: its only one."
-    )
-    max_num_seqs: int | None = _option(
-        None, "Most sequences decoded together; None: chosen by device."
-    )
-    max_memory_percent: float = _option(0.8, "Share of the free memory that the KV cache may take.")
-    dtype: str = _option(
+    ignore_eos: bool = _field(False, "Generate on past the model's end of sequence.")
+    seed: int | None = _field(None, "Make a run repeatable, interrupted or not; None: fresh draws.")
+    system_prompt: str | None = _field(None, "A system message before each chat.")
+    chat: bool = _field(False, "Make each prompt that is text a chat of one user message.")
+    logprobs: bool = _field(False, "Write the log-probability of every token.")
+    split: str = _field("train", "Split of a data set that is not a file.")
+    subset: str | None = _field(None, "Subset of a data set that is no file; None: its only one.")
+    max_num_seqs: int | None = _field(None, "Most sequences decoded together; None: by device.")
+    max_memory_percent: float = _field(0.8, "Share of the free memory that the KV cache may take.")
+    dtype: str = _field(
         "auto",
         "Of the weights: auto (the checkpoint's), float32, bfloat16, float16.",
     )
-    device: str = _option("auto", "Where to run; auto: a GPU where there is one, else the CPU.")
+    device: str = _field("auto", "Where to run; auto: a GPU where there is one, else the CPU.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_return_sequences, int) or self.num_return_sequences < 1:

@@ -24,9 +24,7 @@ class LiveReport(ThreadingHTTPServer):
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigurationError(
-                f"port {port} cannot be used ({error}); pass --port."
-            ) from error
+            raise ConfigurationError(f"port {port} fails ({error}); pass --port.") from error
         self.url = f"http://{LOOPBACK}:{self.server_port}/"
         self._run_dir, self._refresh_seconds = Path(run_dir), refresh_seconds
         self._lock, self._state, self._page = Lock(), (), ""
@@ -50,10 +48,8 @@ class LiveReport(ThreadingHTTPServer):
     def page_of_step(self, name: str) -> str | None:
         """Return a page of sequences; None: there is none of this name."""
         try:
-            pages = {
-                path.name: path for path in (find_run_dir(self._run_dir) / PAGES_DIR).iterdir()
-            }
-            return pages[name].read_text(encoding="utf-8")
+            paths = (find_run_dir(self._run_dir) / PAGES_DIR).iterdir()
+            return {path.name: path for path in paths}[name].read_text(encoding="utf-8")
         except (ConfigurationError, OSError, KeyError):
             return None
 

@@ -27,7 +27,6 @@ from cb_rollout.metrics.run_records import (
     RUN_DIR_NAME,
     Run,
     SequenceRecord,
-    StepMetrics,
     chosen_run,
     find_run_dir,
     iterate_rollouts,
@@ -38,6 +37,7 @@ from cb_rollout.metrics.run_records import (
 from cb_rollout.tools.report.figures import (
     DRIFT_KEYS,
     STYLES,
+    Metrics,
     advice,
     figures_html,
     series,
@@ -104,7 +104,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         return folder / REPORT_FILE
 
 
-def _advice(metrics: Sequence[StepMetrics], audit: Path) -> str:
+def _advice(metrics: Metrics, audit: Path) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in advice(metrics))
     if audit.is_file():
         text = visible_html(audit.read_text(encoding="utf-8"))
@@ -129,9 +129,7 @@ def run_name(run_dir: Path) -> str:
     return resolved.parent.name if resolved.name == RUN_DIR_NAME else resolved.name
 
 
-def key_figures(
-    metrics: Sequence[StepMetrics], counts: dict[int, int]
-) -> Iterator[tuple[str, str, str]]:
+def key_figures(metrics: Metrics, counts: dict[int, int]) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and note of each key figure."""
     steps = sorted({record.step for record in metrics if record.mode == "train"} or counts)
     if steps:
@@ -310,9 +308,7 @@ def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
     return [f"{names[0]} {run.run_id}" for run in runs]
 
 
-def _comparison(
-    names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Sequence[StepMetrics]]
-) -> str:
+def _comparison(names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Metrics]) -> str:
     # Label and value of each key figure, without its note.
     figures = [
         {label: value for label, value, _ in key_figures(found, run.num_sequences)}
