@@ -53,12 +53,8 @@ def start_server(
 ) -> "ServerHandle":
     """Start a manager, and serve its model until the handle is closed.
 
-    Args:
-        manager: the manager.
-        tokenizer: the model's tokenizer or processor.
-        options: the address, the access and the limits.
-        trained: the model whose weights `allow_weight_updates` writes.
-        sync_weights: a generator's, called after they are written.
+    `tokenizer` may be a processor. `allow_weight_updates` writes the weights of `trained`, and
+    calls a generator's `sync_weights` after it.
 
     Raises:
         ConfigurationError: the extra `server` is not installed, there is no tokenizer, or the

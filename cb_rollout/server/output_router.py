@@ -2,8 +2,7 @@
 
 Only the newest state of each sequence is kept: a slow client delays no other, and a step costs the
 asyncio thread one wake-up. Sequences of a request that ends, for any reason, leave the engine.
-
-Owns clients' pauses too, which wait for the engine on a thread of their own and so delay no stream.
+Clients' pauses wait for the engine on a thread of their own.
 """
 
 import asyncio

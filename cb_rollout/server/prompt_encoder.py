@@ -1,13 +1,11 @@
 """Prompts and chats to token ids; a conversation's next turn begins with the last turn's tokens.
 
-A client sends a chat back as text, and its tokenization may differ from the sampled tokens. So the
-encoder remembers each answered chat by its text: a new chat whose rendered text
-begins with that text begins with the same tokens. The prefix cache then holds their keys, and the
-turns of a trajectory are one sequence. A chat with pictures is encoded as a whole.
+A chat that comes back as text may be tokenized differently than it was sampled. So the encoder
+keeps each answered chat of text by its rendered text: a chat that begins with that text begins with
+the same tokens, whose keys the prefix cache holds.
 
-Pictures of a chat are read from data URLs, within the server's limits. Nothing is fetched: a URL of
-another kind is refused, so a client cannot make the server read a file or ask another machine.
-Formats are those of `FORMATS` alone, whatever else PIL could open. Called on one thread at a time.
+Pictures are read from data URLs of `FORMATS`, within the server's limits. Nothing is fetched, so no
+client makes the server read a file or ask another machine. Called on one thread at a time.
 """
 
 import base64

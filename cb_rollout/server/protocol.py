@@ -1,9 +1,7 @@
 """Bodies of requests, with OpenAI's and vLLM's names, and of errors.
 
-A field that is not listed is refused: none is silently ignored. A field without effect here is
-listed with the reason.
-
-A body with many faults is not read to its end: pydantic takes seconds and gigabytes to report each.
+A field that is not listed is refused; one without effect is listed with the reason. A body is not
+read past its first faults: pydantic takes seconds and gigabytes to report each.
 """
 
 import re

@@ -1,8 +1,7 @@
-"""The served model: a manager, its tokenizer, and the limits of a request.
+"""The served model: the way from a parsed body to sequences in the engine, within limits.
 
-Owns the way from a parsed body to sequences in the engine. Prompts are encoded and grammars
-compiled on threads of their own, so that a long prompt delays no stream; everything else runs on
-the server's asyncio thread.
+Prompts are encoded and grammars compiled on threads of their own, so that a long prompt delays no
+stream; everything else runs on the server's asyncio thread.
 """
 
 import copy

@@ -1,8 +1,7 @@
 """Keep the exact tokens of agents' sessions, for training on them.
 
-An agent that knows only an OpenAI base URL gets one for each session. Every answered call is a turn
-of the session's trajectory; calls that rewrite the history are branches of it. Used by the server's
-asyncio thread and by the thread that trains.
+An agent gets an OpenAI base URL for each session. Every answered call is a turn of its trajectory;
+calls that rewrite the history are branches. Used by the server's and by the training thread.
 """
 
 import threading

@@ -1,7 +1,6 @@
-"""The tensors of one weight update, checked against the model and kept until they are written.
+"""Check the tensors of a weight update by name, shape and dtype, and keep them until the write.
 
-Owns the checks: names, shapes, dtypes, and that nothing is missing. Reads safetensors
-only, never a pickle. Called on the thread of weight updates.
+Reads safetensors only, never a pickle. Called on the thread of weight updates.
 """
 
 import copy

@@ -1,8 +1,7 @@
-"""Receive tensors that a trainer broadcasts, by a gloo group of torch.distributed.
+"""Receive tensors that a trainer broadcasts, by a gloo group apart from the process's own.
 
-Owns one group, apart from the process's own: rank 0 is the trainer, which also holds the store at
-`master_address:master_port`. A trainer makes its side by `join`, or by the two constructors in it.
-Called on the thread of weight updates.
+Rank 0 is the trainer, which holds the store too. It makes its side by `join`, or by the two
+constructors in it. Called on the thread of weight updates.
 """
 
 from collections.abc import Iterator, Sequence

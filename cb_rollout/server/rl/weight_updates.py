@@ -1,9 +1,8 @@
 """Weight updates over HTTP, in vLLM's four phases: init, start, update, finish.
 
-Owns the one update that may be open. Its tensors are staged and checked beside the model, and
-written at its finish, in a pause, under one new policy version. An update that fails anywhere
-before is dropped and leaves the weights as they are. Used on the server's asyncio thread; what
-waits or copies runs on a thread of its own.
+Owns the one update that may be open: staged and checked beside the model, written in a pause under
+one new policy version, or dropped without a trace. Used on the server's asyncio thread; what waits
+or copies runs on a thread of its own.
 """
 
 import asyncio
@@ -35,12 +34,9 @@ Sync = Callable[..., SyncReport]
 class WeightUpdates:
     """The weight updates of one served model; every refusal is an `ApiError`.
 
-    Args:
-        manager: the engine's.
-        trained: the model whose weights are written, maybe wrapped.
-        sync: begins a policy version with them, in a pause.
-        timeout_seconds: longest time that an open update waits for its next call, or a broadcast
-            for its trainer.
+    `trained` is the model whose weights are written, maybe wrapped; `sync` begins a policy version
+    with them, in a pause. An open update waits `timeout_seconds` for its next call, and a broadcast
+    for its trainer.
 
     Raises:
         ConfigurationError: the model's weights are not plain whole tensors.

@@ -1,7 +1,6 @@
-"""Models, prompts and completion lengths of every workload.
+"""Sizes, random models and prompts of every workload, on a CPU, on a GPU and for tests.
 
-Own the sizes for a CPU, for a GPU and for tests, the random models, and the prompts with the
-number of tokens that each completion is forced to have.
+A completion is forced to have its number of tokens.
 """
 
 import random

@@ -1,8 +1,6 @@
-"""The command line, `cb-rollout`.
+"""The command line, `cb-rollout`: options and exit codes of commands that the package does.
 
-Owns options and exit codes; each subcommand's module calls the package to do the work. A
-`RolloutError` becomes a line on stderr and exit code 2. Loads no torch before a command that
-needs it runs.
+A `RolloutError` becomes a line on stderr and exit code 2. Loads no torch before a command does.
 """
 
 import argparse

@@ -48,10 +48,9 @@ class CommandParser(argparse.ArgumentParser):
         self.set_defaults(run=checked)
 
     def in_options(self, text: str) -> str:
-        """Name the settings of a message by the options that set them.
+        """Name the settings of a message by their options: `seed=4` becomes `--seed 4`.
 
-        "max_memory_percent=40.0" becomes "--max-memory-percent 40.0". A name that is a common word,
-        such as "seed", is a setting only before "=".
+        A name that is a common word, such as "seed", is a setting only before "=".
         """
         # `--no-progress-bar` sets progress_bar=False, so it is no other name of the setting.
         actions = [x for x in self._actions if x.option_strings and x.const is not False]

@@ -1,7 +1,6 @@
 """`cb-rollout env`: the versions and the machine of a bug report.
 
-Loads no package that it names, so a package that cannot be loaded is listed too. Prints no names of
-users, hosts or paths, and of the environment only the variables in `VARIABLES`.
+Loads no package that it names. Prints no users, hosts or paths, and of variables `VARIABLES` only.
 """
 
 import argparse

@@ -123,13 +123,8 @@ def generate_dataset(
         KeyboardInterrupt: interrupted; its message says how many sequences are done.
     """
     chosen = DatasetOptions(**options)
-    if not isinstance(dataset, str | os.PathLike):
-        raise ConfigurationError(
-            f"dataset is a {type(dataset).__name__}; pass a file's path or a data set's name: "
-            "Dataset.to_json(path) writes JSONL."
-        )
+    _check_paths(dataset, output)
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
-    _check_output(dataset, output)
     num_rows, digest = survey(source)
     scorer = scoring.load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
@@ -146,8 +141,7 @@ def generate_dataset(
         "evaluate": scorer and scoring.name_of(scorer),
     }
     with ResultFile(output, settings, overwrite=overwrite) as results:
-        num_resumed, started = results.num_done, time.perf_counter()
-        num_tokens = 0
+        num_resumed, num_tokens, started = results.num_done, 0, time.perf_counter()
         numbers = range(chosen.num_return_sequences)
         num_wanted = num_rows * len(numbers)
         if num_resumed < num_wanted:
@@ -320,7 +314,12 @@ def _result(
     return result
 
 
-def _check_output(dataset: str | os.PathLike[str], output: str | os.PathLike[str]) -> None:
+def _check_paths(dataset: Any, output: str | os.PathLike[str]) -> None:
+    if not isinstance(dataset, str | os.PathLike):
+        raise ConfigurationError(
+            f"dataset is a {type(dataset).__name__}; pass a file's path or a data set's name: "
+            "Dataset.to_json(path) writes JSONL."
+        )
     if os.path.exists(dataset) and os.path.exists(output) and os.path.samefile(dataset, output):
         raise ConfigurationError(f"{output} is the input; name another output.")
     why = "it is a directory; name a file" if os.path.isdir(output) else ""

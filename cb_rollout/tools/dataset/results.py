@@ -1,8 +1,7 @@
-"""The file of results: a JSON line for each sequence.
+"""The file of results: a JSON line for each sequence, which is never generated again.
 
-A half line of a killed process is removed when the file is opened again. A sequence that has a line
-is never generated again. A file is resumed under the settings that it was started with only, which
-are in a file beside it. One process at a time may write.
+A half line of a killed process is removed. A file is resumed under the settings that it was started
+with, which are in a file beside it. One process at a time may write.
 """
 
 import fcntl

@@ -1,8 +1,7 @@
 """Rows of a data set: their sources, their checks, and their prompts as an engine takes them.
 
-A row has a prompt or messages, a unique id, and no key that results use. Its pictures are paths,
-relative to the folder of the input, or data URLs. Every row is checked before anything is
-generated; pictures are opened later. Rows are read one at a time, and twice: `survey`, then `rows`.
+A row has a prompt or messages, a unique id, and no key of results; its pictures are data URLs, or
+paths relative to the input's folder. Rows are read singly and twice: by `survey`, then by `rows`.
 """
 
 import hashlib

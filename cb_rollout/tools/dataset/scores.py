@@ -1,7 +1,6 @@
-"""Scores of completions by a function of the user, and their means.
+"""Scores of completions by a function of the user, and the table of their means.
 
-Own the loading of the function, the checks of its results, and the table of means. Standard errors
-are those of the mean over rows, since a row's samples are not independent.
+Standard errors are those of the mean over rows, since a row's samples are not independent.
 """
 
 import importlib

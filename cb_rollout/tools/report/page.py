@@ -1,10 +1,8 @@
 """Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
-A comparison of two runs has a table of key figures, and each panel with a curve of either.
-
-Own the content and order of the page; a part without records is left out. The page holds a few
-sequences; each step has a page of its own, within bounds, linked from a table. No page fetches
-anything. Loads no torch.
+Own the content and order of a page; a part without records is left out. A report holds a few
+sequences, and links a page of each step. A comparison of two runs has their key figures, and panels
+with a curve of either. No page fetches anything. Loads no torch.
 """
 
 import os

@@ -1,8 +1,7 @@
-"""Charts as inline SVG: axes, lines, bands and dots from plain numbers.
+"""Charts as inline SVG: axes, lines, bands and dots from plain numbers. Every function is pure.
 
-Own the geometry; colours and fonts come from `report.css` through class names. A chart has no
-viewBox, so that it fills any width while text keeps its size: curves lie in a stretched inner
-viewport, labels and dots are placed by percentages. Every function is pure.
+A chart has no viewBox, so that it fills any width while text keeps its size: curves lie in a
+stretched inner viewport, labels and dots are placed by percentages. `report.css` has the colours.
 """
 
 import math

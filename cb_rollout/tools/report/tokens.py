@@ -1,7 +1,6 @@
 """Completions as HTML: tokens tinted by log-probability, with their numbers on hover; pictures.
 
-Own the colour scale, and the escaping of HTML and invisible characters; `page` chooses the
-completions. Every function is pure.
+Own the colour scale, and the escaping of HTML and invisible characters. Every function is pure.
 """
 
 import base64

@@ -1,8 +1,7 @@
-"""Write when the parts of a run's steps happened, in the Trace Event Format.
+"""Write when the parts of a run's steps happened, in the Trace Event Format of Perfetto and Chrome.
 
-Perfetto (ui.perfetto.dev) and chrome://tracing open it. The trainer's parts are one track, and the
-engine's forwards another, for an engine may run while the trainer computes. Sequences overlap, so
-they are asynchronous events. Within a step, what no record names is the event "rest".
+The trainer's parts and the engine's forwards are two tracks, for both may run at once. Sequences
+overlap, so they are asynchronous events. What no record names within a step is the event "rest".
 """
 
 import os
