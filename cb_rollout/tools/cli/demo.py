@@ -46,7 +46,6 @@ def add_demo(commands: Any) -> None:
         "demo",
         help="train a small model on this machine's CPU",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
     for name, (text, *_) in NUMBERS.items():

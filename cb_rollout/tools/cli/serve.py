@@ -30,7 +30,6 @@ def add_serve(commands: Any) -> None:
         "serve",
         help="serve a checkpoint to OpenAI clients",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="A checkpoint's directory or hub name.")
     notes = {

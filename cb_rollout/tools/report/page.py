@@ -32,16 +32,8 @@ from cb_rollout.metrics.run_records import (
     read_image,
     read_metrics,
 )
-from cb_rollout.tools.report.figures import (
-    DRIFT_KEYS,
-    STYLES,
-    Metrics,
-    advice,
-    figures_html,
-    series,
-    smoothed,
-    smoothing_window,
-)
+from cb_rollout.tools.report import figures
+from cb_rollout.tools.report.figures import DRIFT_KEYS, STYLES, Metrics, series
 from cb_rollout.tools.report.svg import compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
@@ -80,8 +72,8 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         run, name = chosen_run(runs, run_id), run_name(folder)
         metrics, counts = read_metrics(folder, run), run.num_sequences
         shown = write_pages(folder, run, name) if counts else {}
-        figures = figures_html({name: metrics})
-        charts = f'<section class="charts">\n{figures}\n</section>' if figures else ""
+        charts = figures.figures_html({name: metrics})
+        charts = f'<section class="charts">\n{charts}\n</section>' if charts else ""
         numbers = "".join(
             f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
             for label, value, note in key_figures(metrics, counts)
@@ -103,7 +95,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
 
 
 def _advice(metrics: Metrics, audit: Path) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in advice(metrics))
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in figures.advice(metrics))
     if audit.is_file():
         text = visible_html(audit.read_text(encoding="utf-8"))
         items += f'<li>The last audit:<pre class="prompt">{text}</pre></li>'
@@ -136,9 +128,9 @@ def key_figures(metrics: Metrics, counts: dict[int, int]) -> Iterator[tuple[str,
     if reward:
         yield "Last reward", compact(reward[-1][1]), f"at step {reward[-1][0]:,}"
     if len(reward) > 1:
-        trend = smoothed(reward)
+        trend = figures.smoothed(reward)
         first, last = (compact(round(value, 4)) for _, value in (trend[0], trend[-1]))
-        window = smoothing_window(len(reward))
+        window = figures.smoothing_window(len(reward))
         note = f"mean over {window} steps" if window > 1 else "first and last step"
         yield "First to last reward", f"{first} <i>&rarr;</i> {last}", note
     speed = series(metrics, "rollout/tokens_per_second")
@@ -308,15 +300,15 @@ def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
 
 def _comparison(names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Metrics]) -> str:
     # Label and value of each key figure, without its note.
-    figures = [
+    values = [
         {label: value for label, value, _ in key_figures(found, run.num_sequences)}
         for found, run in zip(metrics, runs, strict=True)
     ]
     rows = "".join(
         f"<tr><th>{label}</th>"
-        + "".join(f"<td>{figures[side].get(label, '&ndash;')}</td>" for side in (0, 1))
+        + "".join(f"<td>{values[side].get(label, '&ndash;')}</td>" for side in (0, 1))
         + "</tr>"
-        for label in figures[0] | figures[1]
+        for label in values[0] | values[1]
     )
     heads = "".join(
         f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
@@ -331,7 +323,7 @@ def _comparison(names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Met
 <table class="runs"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>
 </header>
 <section class="charts">
-{figures_html(dict(zip(names, metrics, strict=True)))}
+{figures.figures_html(dict(zip(names, metrics, strict=True)))}
 </section>
 <footer>{escape(sources)}</footer>""",
     )
