@@ -423,7 +423,8 @@ def _faults(error: RequestValidationError) -> str:
         if fault["type"] == NOT_JSON:
             return f"the body is not JSON ({fault['ctx']['error']} at byte {fault['loc'][-1]})"
         field = ".".join(_shortened(name) for name in fault["loc"] if name != "body")
-        texts.append(f"{field}: {fault['msg']}" if field else str(fault["msg"]))
+        text = str(fault["msg"]).removeprefix("Value error, ")
+        texts.append(f"{field}: {text}" if field else text)
     return "; ".join(texts)
 
 

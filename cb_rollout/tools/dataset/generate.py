@@ -29,7 +29,7 @@ from cb_rollout.rollout.prompts import Encoded
 from cb_rollout.tools.dataset import scores as scoring
 from cb_rollout.tools.dataset.options import DatasetOptions
 from cb_rollout.tools.dataset.results import ResultFile
-from cb_rollout.tools.dataset.rows import Row, create_source, encoded_prompt, rows, survey
+from cb_rollout.tools.dataset.rows import Row, Source, create_source, encoded_prompt, rows, survey
 from cb_rollout.types import GenerationOutput
 
 # A full batch runs and another waits, so that a completed sequence is replaced at once.
@@ -148,11 +148,7 @@ def generate_dataset(
             manager, params = _create_manager(model, tokenizer, chosen)
             folder = Path(dataset).parent if Path(dataset).is_file() else Path()
             encode = partial(encoded_prompt, tokenizer, chosen, folder)
-            lacking = (
-                (row, [n for n in numbers if not results.has(row.id, n)]) for row in rows(source)
-            )
-            wanted = (pair for pair in lacking if pair[1])
-            completed = completions(manager, params, encode, wanted)
+            completed = completions(manager, params, encode, _lacking(source, numbers, results))
             result_of = partial(_result, tokenizer, scorer)
             num_tokens = _write(results, completed, result_of, manager, num_wanted, progress_bar)
         return DatasetReport(
@@ -167,6 +163,15 @@ def generate_dataset(
             seconds=time.perf_counter() - started,
             scores=scoring.summaries(results) if scorer else [],
         )
+
+
+def _lacking(
+    source: Source, numbers: range, results: ResultFile
+) -> Iterator[tuple[Row, list[int]]]:
+    """Yield each row with the numbers of its sequences that have no result."""
+    for row in rows(source):
+        if lacking := [number for number in numbers if not results.has(row.id, number)]:
+            yield row, lacking
 
 
 class CompletedSequence(NamedTuple):
