@@ -146,8 +146,8 @@ class RolloutConfig:
     tensor_parallel_size: int = setting(
         1,
         "Neighbouring processes over which the layers of a copy are split, by transformers' tensor "
-        "parallelism; they roll out the prompts of all of them together. 1: each process has the "
-        "whole model, or its part of a model that is split already.",
+        "parallelism; they roll out the prompts of all of them together. Of a RolloutPool: actors "
+        "of each worker. 1: each process has the whole model, or its part of a split one.",
         integer(1),
     )
     rollout_dtype: str = setting(

@@ -56,8 +56,9 @@ def load_model(
     advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"
     with _loading("causal language model", name, advice):
         config = AutoConfig.from_pretrained(name)
-        if tensor_parallel_size > 1:
-            options["distributed_config"] = distributed_config(config, tensor_parallel_size)
+    if tensor_parallel_size > 1:
+        options["distributed_config"] = distributed_config(config, tensor_parallel_size)
+    with _loading("causal language model", name, advice):
         loaded: Any = _model_class(config).from_pretrained(name, **options)
     model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):

@@ -445,6 +445,12 @@ def test_a_split_worker_ends_and_is_replaced_as_a_whole(split_pool):
         wait_until(lambda: split_pool.num_alive == 2)
 
 
+def test_heads_that_a_split_does_not_divide_are_named(checkpoint):
+    config = replace(CONFIG, tensor_parallel_size=3)
+    with pytest.raises(ConfigurationError, match=r"does not divide the model's 2 key and value"):
+        RolloutPool(checkpoint, config, num_workers=1)
+
+
 def test_adapters_travel_alone_and_run_unmerged(checkpoint):
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(tiny_model(), lora).eval()
