@@ -347,7 +347,8 @@ class PoolManager:
     ) -> None:
         """End the sequences that a worker could not read."""
         try:
-            await self._answer(worker, references, "submit", self._timeout, RolloutError)
+            # A split worker may have an update to take before, in twice the time.
+            await self._answer(worker, references, "submit", 3 * self._timeout, RolloutError)
         except EngineDeadError:
             # Its report says so too.
             return
