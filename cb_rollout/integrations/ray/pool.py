@@ -139,6 +139,11 @@ class RolloutPool:
             if not seconds > 0:
                 raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
         self.tokenizer = tokenizer
+        if peft_config is not None and not hasattr(peft_config, "peft_type"):
+            raise ConfigurationError(
+                f"peft_config={peft_config!r} is no config of PEFT; pass the trainer's own, as "
+                "LoraConfig(r=16)."
+            )
         if peft_config is not None and self.config.tensor_parallel_size > 1:
             raise refused("pool, adapters split", size=self.config.tensor_parallel_size)
         self._codec = DeltaCodec() if weight_deltas else None

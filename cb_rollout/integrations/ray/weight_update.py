@@ -247,8 +247,8 @@ def _require_match(expected: Sequence[WorkerTensor], given: Mapping[str, tuple[i
     if faults := mismatches(given, shapes, *texts):
         raise WeightSyncError(
             f"{len(faults)} tensors do not match the workers' model; nothing was sent. Make the "
-            "pool of the trainer's own checkpoint, and pass the plain model's names:\n  "
-            + abbreviated(faults, "\n  ")
+            "pool of the trainer's own checkpoint and peft_config, if it has one. A state dict has "
+            "the names of the plain model, or of its adapters:\n  " + abbreviated(faults, "\n  ")
         )
 
 

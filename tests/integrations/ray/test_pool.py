@@ -490,6 +490,8 @@ def test_another_base_or_scaling_than_the_workers_is_refused(checkpoint):
         with pytest.raises(WeightSyncError, match=r"v_proj\.weight"):
             pool.sync_weights(get_peft_model(tiny_model(), replace_targets(lora)))
         assert pool.sync_weights(get_peft_model(tiny_model(), lora)).policy_version == 1
+    with pytest.raises(ConfigurationError, match="peft_config='lora' is no config of PEFT"):
+        RolloutPool(checkpoint, CONFIG, num_workers=1, peft_config="lora")
     with pytest.raises(ConfigurationError, match="leave peft_config out"):
         RolloutPool(
             checkpoint, replace(CONFIG, tensor_parallel_size=2), num_workers=1, peft_config=lora
