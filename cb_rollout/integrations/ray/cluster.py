@@ -108,7 +108,8 @@ class Cluster:
         if self._is_own:
             ray.init(include_dashboard=False, log_to_driver=False)
         if resources_per_worker is None:
-            options = _actor_options({"GPU" if self.resources().get("GPU") else "CPU": 1})
+            has_gpus = ray.cluster_resources().get("GPU")
+            options = _actor_options({"GPU" if has_gpus else "CPU": 1})
         self._size, self._options = tensor_parallel_size, options
         self._actors = ray.remote(concurrency_groups={ORDERED: 1}, **options)(RolloutWorker)
         self._processes: list[psutil.Process] = []
@@ -128,17 +129,20 @@ class Cluster:
 
     def _placed_together(self) -> WorkerHandle:
         """Ask for the actors of a split worker, all or none, on one machine if any has room."""
-        options = self._options
-        bundle = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0)}
-        bundle |= {"memory": options.get("memory", 0)} | (options["resources"] or {})
-        bundle = {name: amount for name, amount in bundle.items() if amount}
-        placement = self._ray.util.placement_group([bundle] * self._size, strategy="PACK")
+        bundles = [self._resources_of_an_actor()] * self._size
+        placement = self._ray.util.placement_group(bundles, strategy="PACK")
         by_index = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actors = [
             self._actors.options(scheduling_strategy=by_index(placement, index)).remote()
             for index in range(self._size)
         ]
         return WorkerHandle(actors, placement)
+
+    def _resources_of_an_actor(self) -> dict[str, float]:
+        options = self._options
+        amounts = {name: options.get(option, 0) for name, option in RESOURCES.items()}
+        amounts |= options["resources"] or {}
+        return {name: amount for name, amount in amounts.items() if amount}
 
     def record_process(self, process_id: int, node: str) -> None:
         """Have `close` wait for the end of a worker's process, if it is on this machine."""
@@ -202,8 +206,15 @@ class Cluster:
         except errors.RayError as error:
             raise WorkerLostError(str(error).splitlines()[0]) from error
 
-    def resources(self) -> dict[str, float]:
-        return dict(self._ray.cluster_resources())
+    def resources(self) -> str:
+        """Say what a worker asks for, and how much of that the cluster has and has free."""
+        asked = self._resources_of_an_actor()
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        amounts = (
+            f"{total.get(name, 0):g} {name}, {free.get(name, 0):g} of them free"
+            for name in asked or ["CPU"]
+        )
+        return f"a worker asks for {self._size} x {asked}, the cluster has {'; '.join(amounts)}"
 
     def kill(self, handle: WorkerHandle) -> None:
         if not self._ray.is_initialized():

@@ -267,8 +267,8 @@ class PoolManager:
                 ):
                     error = EngineDeadError(
                         f"no worker ran for {seconds:.0f} s, start_timeout_seconds="
-                        f"{self._start_timeout:g}. The cluster has {self._cluster.resources()}; "
-                        "lower resources_per_worker, add machines, or raise start_timeout_seconds."
+                        f"{self._start_timeout:g}: {self._cluster.resources()}. Lower "
+                        "resources_per_worker, add machines, or raise start_timeout_seconds."
                     )
                     self._fail(error)
 

@@ -109,7 +109,7 @@ class FakeCluster:
         return [reference.result]
 
     def resources(self):
-        return {"CPU": 1.0}
+        return "a worker asks for 1 x {}, the cluster has 1 CPU, 0 of them free"
 
     def kill(self, handle):
         handle.is_killed = True

@@ -3,6 +3,7 @@
 import operator
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -292,15 +293,23 @@ def test_a_model_that_no_worker_can_load_is_its_own_error(tmp_path):
         RolloutPool(str(tmp_path), RolloutConfig(weight_sync="shared"), num_workers=1)
 
 
-def test_resources_that_the_cluster_lacks_are_named(checkpoint):
-    with pytest.raises(EngineDeadError, match=r"CPU.*resources_per_worker"):
+@pytest.mark.parametrize(
+    ("size", "resources", "message"),
+    [
+        (1, {"accelerators": 1}, "1 x {'accelerators': 1}, the cluster has 0 accelerators, 0 of"),
+        (2, {"CPU": 6}, "2 x {'CPU': 6}, the cluster has 8 CPU, "),
+    ],
+)
+def test_resources_that_the_cluster_lacks_are_named(checkpoint, size, resources, message):
+    with pytest.raises(EngineDeadError, match=re.escape(message)) as raised:
         RolloutPool(
             checkpoint,
-            CONFIG,
+            replace(CONFIG, tensor_parallel_size=size),
             num_workers=1,
-            resources_per_worker={"accelerators": 1},
+            resources_per_worker=resources,
             start_timeout_seconds=2.0,
         )
+    assert raised.match("free. Lower resources_per_worker")
 
 
 NUM_REQUESTS, NUM_VERSIONS, NUM_KILLS, CHUNK = 5040, 20, 2, 60
@@ -448,7 +457,7 @@ def test_a_split_worker_ends_and_is_replaced_as_a_whole(split_pool):
 def test_heads_that_a_split_does_not_divide_are_named(checkpoint):
     config = replace(CONFIG, tensor_parallel_size=3)
     with pytest.raises(ConfigurationError, match=r"does not divide the model's 2 key and value"):
-        RolloutPool(checkpoint, config, num_workers=1)
+        RolloutPool(checkpoint, config, num_workers=1, resources_per_worker={"CPU": 0.1})
 
 
 def test_adapters_travel_alone_and_run_unmerged(checkpoint):
