@@ -140,13 +140,7 @@ _ARGUMENTS = {
         *(COUNT,) * 12,
         *(NUMBER, NUMBER, COUNT, TENSOR),
     ),
-    "attend_paged": (
-        *((TENSOR, COUNT, COUNT) * 3),
-        *(TENSOR, TENSOR, TENSOR),
-        *(TENSOR, COUNT, COUNT, TENSOR, TENSOR),
-        *(COUNT,) * 5,
-        *(NUMBER, NUMBER, COUNT, TENSOR),
-    ),
+    "attend_paged": (TENSOR,),
     "multiply_batch": (*_STRIDED, TENSOR, COUNT, COUNT, TENSOR, *(COUNT,) * 4),
 }
 

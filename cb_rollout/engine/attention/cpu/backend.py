@@ -6,10 +6,11 @@ rewritten: cheap calls, and products of packed weights. Called by the thread tha
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
 
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -83,13 +84,22 @@ METHODS: dict[Any, str] = {
     aten.view.default: "reshape",
 }
 
-_STRIDED = (TENSOR, COUNT, COUNT, COUNT)
-_ARGUMENTS = (
-    *(_STRIDED * 3),
-    *(TENSOR, TENSOR, TENSOR),
-    *(TENSOR, COUNT, COUNT, TENSOR, TENSOR, COUNT),
-    *(NUMBER, NUMBER, COUNT, TENSOR),
-)
+
+class Step(ctypes.Structure):
+    """A decode step over pages, as pages.h has it, whose fields have names."""
+
+    _fields_: ClassVar = [
+        (f"field_{number}", kind)
+        for number, kind in enumerate(
+            (
+                *((TENSOR, COUNT, COUNT, COUNT) * 3),
+                *(TENSOR, TENSOR, TENSOR),
+                *(TENSOR, COUNT, COUNT, TENSOR, TENSOR),
+                *((COUNT,) * 5),
+                *(NUMBER, NUMBER, COUNT, TENSOR),
+            )
+        )
+    ]
 
 
 def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -267,31 +277,22 @@ def attend(
     (B, H, _, D), (_, K, _, E) = query_BH1D.shape, value_BK1E.shape
     outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
     sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(query_BH1D.dtype).contiguous()
-    states, blocks = (query_BH1D, key_BK1D, value_BK1E), table.blocks
+    states, blocks = (with_unit_stride(query_BH1D), key_BK1D, value_BK1E), table.blocks
     if operators.are_installed():
         # The order of sums is that of `kernels.attend`.
-        states, sizes = [*map(with_unit_stride, states)], (B, H, K, D, E)
-        strided = [n for x in states for n in (x.data_ptr(), *x.stride()[:2])]
         kernel = ordered_kernel(query_BH1D.dtype, "attend_paged")
     else:
-        strided = [n for x in states for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))]
-        sizes, kernel = (B,), _kernel(query_BH1D.dtype, H, K, D, E)
-    kernel(
-        *strided,
-        outputs_B1HE.data_ptr(),
-        pages[0].data_ptr(),
-        pages[1].data_ptr(),
-        blocks.data_ptr(),
-        blocks.shape[1],
-        table.block_size,
-        table_rows_B.data_ptr(),
-        lengths_B.data_ptr(),
-        *sizes,
-        spec.scale,
-        spec.softcap or 0.0,
-        spec.window or 0,
+        kernel = _kernel(query_BH1D.dtype, H, K, D, E)
+    step = Step(
+        *(n for x in states for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))),
+        *(x.data_ptr() for x in (outputs_B1HE, *pages)),
+        *(blocks.data_ptr(), blocks.shape[1], table.block_size),
+        *(table_rows_B.data_ptr(), lengths_B.data_ptr()),
+        *(B, H, K, D, E),
+        *(spec.scale, spec.softcap or 0.0, spec.window or 0),
         None if sinks_H is None else sinks_H.data_ptr(),
     )
+    kernel(ctypes.byref(step))
     return outputs_B1HE
 
 
@@ -303,5 +304,5 @@ def _kernel(
     sizes = {"NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads}
     sizes |= {"KEY_SIZE": key_size, "VALUE_SIZE": value_size}
     kernel = library("attend", STORED=TYPES[dtype], **sizes).attend
-    kernel.argtypes, kernel.restype = _ARGUMENTS, None
+    kernel.argtypes, kernel.restype = (TENSOR,), None
     return kernel

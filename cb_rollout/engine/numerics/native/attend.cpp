@@ -4,7 +4,7 @@
 // all heads of a row together, so that memory is read in order, a tile of keys at a time, with an
 // online softmax.
 //
-// Follows vectors.h. The loader defines NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE and VALUE_SIZE.
+// Follows pages.h. The loader defines NUM_HEADS, NUM_KEY_HEADS, KEY_SIZE and VALUE_SIZE.
 
 #include <omp.h>
 
@@ -49,40 +49,6 @@ inline INLINED void for_head_groups(const Work& work) {
     });
 }
 
-// Queries, keys or values of the new tokens, with strides in numbers.
-struct States {
-    const STORED* first;
-    int64_t row_stride, head_stride, stride;
-
-    const STORED* at(int64_t row, int64_t head) const {
-        return first + row * row_stride + head * head_stride;
-    }
-
-    void copy(int64_t row, int64_t head, int64_t count, STORED* to) const {
-        const STORED* from = at(row, head);
-        for (int64_t i = 0; i < count; i++) to[i] = from[i * stride];
-    }
-};
-
-struct Rows {
-    States queries;
-    STORED* outputs;
-    const STORED* keys;
-    const STORED* values;
-    const int64_t* table;
-    int64_t table_width, block_size;
-    const int64_t* table_rows;
-    const int64_t* lengths;
-    REAL scale, softcap;
-    int64_t window;
-    const STORED* sinks;
-};
-
-inline int64_t slot_of(const Rows& rows, int64_t row, int64_t position) {
-    const int64_t* blocks = rows.table + rows.table_rows[row] * rows.table_width;
-    return blocks[position / rows.block_size] * rows.block_size + position % rows.block_size;
-}
-
 // Addresses of neighbouring keys and values of a row, all their heads together.
 struct Tile {
     int64_t count;
@@ -91,16 +57,16 @@ struct Tile {
 
     // Look up the keys from `start` on, and prefetch the heads from `first` to `last`.
     void find(
-        const Rows& rows, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
+        const Step& step, int64_t row, int64_t start, int64_t end, int64_t first, int64_t last) {
         count = std::max<int64_t>(0, std::min(end - start, TILE_KEYS));
         int64_t slot = 0, left = 0;
         for (int64_t t = 0; t < count; t++, slot++, left--) {
             if (left == 0) {
-                slot = slot_of(rows, row, start + t);
-                left = rows.block_size - (start + t) % rows.block_size;
+                slot = step.slot_of(row, start + t);
+                left = step.block_size - (start + t) % step.block_size;
             }
-            keys[t] = rows.keys + slot * (NUM_KEY_HEADS * KEY_SIZE);
-            values[t] = rows.values + slot * (NUM_KEY_HEADS * VALUE_SIZE);
+            keys[t] = step.keys + slot * (NUM_KEY_HEADS * KEY_SIZE);
+            values[t] = step.values + slot * (NUM_KEY_HEADS * VALUE_SIZE);
             fetch(keys[t] + first * KEY_SIZE, (last - first) * KEY_SIZE);
             fetch(values[t] + first * VALUE_SIZE, (last - first) * VALUE_SIZE);
         }
@@ -121,12 +87,13 @@ struct Partial {
 
 // Attend over a tile of keys and values with the queries of one key head.
 void attend_tile(
-    const Rows& rows,
+    const Step& step,
     const Operand (&queries)[HEADS_PER_KEY][KEY_OPERANDS],
     const Tile& tile,
     int64_t key_head,
     Partial& partial) {
     const int64_t count = tile.count;
+    const REAL scale = REAL(step.scale), softcap = REAL(step.softcap);
     alignas(VECTOR_BYTES) REAL weights[HEADS_PER_KEY][TILE_KEYS];
     for (int64_t t = 0; t < count; t += 4)
         for_head_groups([&](auto first, auto num_heads) INLINED {
@@ -142,15 +109,14 @@ void attend_tile(
             unrolled<num_heads()>([&](auto g) INLINED {
                 REAL* scores = weights[first + g] + t;
                 sums_of(sums[g], scores);
-                for (int64_t n = 0; n < 4; n++) scores[n] *= rows.scale;
+                for (int64_t n = 0; n < 4; n++) scores[n] *= scale;
             });
         });
     for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
         REAL* scores = weights[g];
         for (int64_t t = count; t < TILE_KEYS; t++) scores[t] = -INFINITE;
-        if (rows.softcap != 0)
-            for (int64_t t = 0; t < count; t++)
-                scores[t] = rows.softcap * std::tanh(scores[t] / rows.softcap);
+        if (softcap != 0)
+            for (int64_t t = 0; t < count; t++) scores[t] = softcap * std::tanh(scores[t] / softcap);
         const REAL largest = largest_of(scores, TILE_KEYS, partial.largest[g]);
         const REAL total = exponentials(scores, TILE_KEYS, largest);
         if (largest != partial.largest[g]) {
@@ -187,26 +153,26 @@ void attend_tile(
     });
 }
 
-void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
+void attend_row(const Step& step, int64_t row, int64_t first, int64_t last) {
     Operand queries[NUM_KEY_HEADS][HEADS_PER_KEY][KEY_OPERANDS];
     Partial partials[NUM_KEY_HEADS];
     for (int64_t head = first; head < last; head++)
         for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
             STORED query[KEY_SIZE];
-            rows.queries.copy(row, head * HEADS_PER_KEY + g, KEY_SIZE, query);
+            step.queries.copy(row, head * HEADS_PER_KEY + g, KEY_SIZE, query);
             for (int64_t i = 0; i < KEY_OPERANDS; i++) queries[head][g][i] = operand_of(query, i);
             for (int64_t i = 0; i < VALUE_VECTORS; i++) partials[head].outputs[g][i] = Vector{};
             partials[head].largest[g] = -INFINITE;
             partials[head].totals[g] = 0;
         }
-    const int64_t length = rows.lengths[row];
-    int64_t start = rows.window && rows.window < length ? length - rows.window : 0;
+    const int64_t length = step.lengths[row];
+    int64_t start = step.first_seen(row);
     Tile tiles[2];
-    tiles[0].find(rows, row, start, length, first, last);
+    tiles[0].find(step, row, start, length, first, last);
     for (int64_t index = 0; start < length; start += TILE_KEYS, index ^= 1) {
-        tiles[index ^ 1].find(rows, row, start + TILE_KEYS, length, first, last);
+        tiles[index ^ 1].find(step, row, start + TILE_KEYS, length, first, last);
         for (int64_t head = first; head < last; head++)
-            attend_tile(rows, queries[head], tiles[index], head, partials[head]);
+            attend_tile(step, queries[head], tiles[index], head, partials[head]);
     }
     for (int64_t head = first; head < last; head++)
         for (int64_t g = 0; g < HEADS_PER_KEY; g++) {
@@ -214,13 +180,13 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
             const REAL largest = partials[head].largest[g], total = partials[head].totals[g];
             const int64_t query_head = head * HEADS_PER_KEY + g;
             REAL share = 1 / total;
-            if (rows.sinks) {
-                const REAL sink = real(rows.sinks[query_head]);
+            if (step.sinks) {
+                const REAL sink = real(step.sinks[query_head]);
                 const REAL most = sink > largest ? sink : largest;
                 const REAL shrink = std::exp(largest - most);
                 share = shrink / (total * shrink + std::exp(sink - most));
             }
-            STORED* to = rows.outputs + (row * NUM_HEADS + query_head) * VALUE_SIZE;
+            STORED* to = step.outputs + (row * NUM_HEADS + query_head) * VALUE_SIZE;
             for (int64_t i = 0; i < VALUE_SIZE; i++) {
                 const Vector& part = output[i / BLOCK * PARTS + i % PARTS];
                 store(part[i % BLOCK / PARTS] * share, to + i);
@@ -230,60 +196,18 @@ void attend_row(const Rows& rows, int64_t row, int64_t first, int64_t last) {
 
 }  // namespace
 
-// A window, a softcap or sinks of 0 mean none.
-extern "C" void attend(
-    const STORED* queries,
-    int64_t query_row_stride,
-    int64_t query_head_stride,
-    int64_t query_stride,
-    const STORED* new_keys,
-    int64_t key_row_stride,
-    int64_t key_head_stride,
-    int64_t key_stride,
-    const STORED* new_values,
-    int64_t value_row_stride,
-    int64_t value_head_stride,
-    int64_t value_stride,
-    STORED* outputs,
-    STORED* keys,
-    STORED* values,
-    const int64_t* table,
-    int64_t table_width,
-    int64_t block_size,
-    const int64_t* table_rows,
-    const int64_t* lengths,
-    int64_t num_rows,
-    double scale,
-    double softcap,
-    int64_t window,
-    const STORED* sinks) {
-    const States new_key = {new_keys, key_row_stride, key_head_stride, key_stride};
-    const States new_value = {new_values, value_row_stride, value_head_stride, value_stride};
-    const Rows rows = {
-        {queries, query_row_stride, query_head_stride, query_stride},
-        outputs, keys, values, table, table_width, block_size, table_rows, lengths,
-        REAL(scale), REAL(softcap), window, sinks,
-    };
-    if (num_rows == 0) return;
-    int64_t num_keys = 0;
-    for (int64_t row = 0; row < num_rows; row++) num_keys += lengths[row];
-    const bool is_much = num_keys * NUM_HEADS * (KEY_SIZE + VALUE_SIZE) > LEAST_FOR_THREADS;
-    for_each(num_rows, is_much, [&](int64_t row) {
-        const int64_t slot = slot_of(rows, row, lengths[row] - 1);
-        for (int64_t head = 0; head < NUM_KEY_HEADS; head++) {
-            const int64_t written = slot * NUM_KEY_HEADS + head;
-            new_key.copy(row, head, KEY_SIZE, keys + written * KEY_SIZE);
-            new_value.copy(row, head, VALUE_SIZE, values + written * VALUE_SIZE);
-        }
-    });
+extern "C" void attend(const Step* given) {
+    const Step& step = *given;
+    if (step.num_rows == 0) return;
+    step.write();
     // With few rows, different threads compute different key heads. Rows of one prompt follow each
     // other, so that its keys are read from a near cache.
-    const int64_t wanted = (2 * omp_get_max_threads() + num_rows - 1) / num_rows;
+    const int64_t wanted = (2 * omp_get_max_threads() + step.num_rows - 1) / step.num_rows;
     const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;
-    for_each(num_rows * num_parts, is_much, [&](int64_t item) {
+    for_each(step.num_rows * num_parts, step.is_much(), [&](int64_t item) {
         const int64_t part = item % num_parts;
         attend_row(
-            rows,
+            step,
             item / num_parts,
             NUM_KEY_HEADS * part / num_parts,
             NUM_KEY_HEADS * (part + 1) / num_parts);

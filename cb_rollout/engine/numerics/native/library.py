@@ -27,5 +27,5 @@ def library(name: str, **constants: object) -> ctypes.CDLL:
     """
     lines = [f"#define {constant} {value}" for constant, value in constants.items()]
     folder = Path(__file__).parent
-    texts = [(folder / file).read_text() for file in ("vectors.h", f"{name}.cpp")]
+    texts = [(folder / file).read_text() for file in ("vectors.h", "pages.h", f"{name}.cpp")]
     return inductor.compile_library("\n".join([*lines, *texts]), contracts=name not in ORDERED)

@@ -4,7 +4,7 @@
 // within one key or query. A key that is not seen has the weight zero, which leaves a chain as it
 // was. So no other row, no padding, no chunk and no number of threads changes a bit.
 //
-// Follows vectors.h.
+// Follows pages.h.
 
 #include <vector>
 
@@ -233,52 +233,31 @@ extern "C" void attend_masked(
     });
 }
 
-// Write each row's newest key and value, and attend over its keys in the pages; see attend.cpp.
-extern "C" void attend_paged(
-    const STORED* queries, int64_t query_row, int64_t query_head,
-    const STORED* new_keys, int64_t key_row, int64_t key_head,
-    const STORED* new_values, int64_t value_row, int64_t value_head,
-    STORED* outputs, STORED* keys, STORED* values,
-    const int64_t* table, int64_t table_width, int64_t block_size,
-    const int64_t* table_rows, const int64_t* lengths, int64_t num_rows,
-    int64_t num_heads, int64_t num_key_heads, int64_t key_size, int64_t value_size,
-    double scale, double softcap, int64_t window, const STORED* sinks) {
+// Write each row's newest key and value, and attend over its keys in the pages; see attend.cpp. The
+// last stride of queries is 1.
+extern "C" void attend_paged(const Step* given) {
+    const Step& step = *given;
+    const int64_t num_heads = step.num_heads, num_key_heads = step.num_key_heads;
+    const int64_t key_size = step.key_size, value_size = step.value_size;
     const Settings settings = {
-        num_heads, num_key_heads, key_size, value_size, REAL(scale), REAL(softcap), sinks,
+        num_heads, num_key_heads, key_size, value_size, REAL(step.scale), REAL(step.softcap), step.sinks,
     };
     const int64_t group = num_heads / num_key_heads;
-    const auto slot_of = [&](int64_t row, int64_t position) {
-        const int64_t* blocks = table + table_rows[row] * table_width;
-        return blocks[position / block_size] * block_size + position % block_size;
-    };
-    int64_t num_keys = 0;
-    for (int64_t row = 0; row < num_rows; row++) num_keys += lengths[row];
-    const bool is_much = num_keys * num_heads * (key_size + value_size) > LEAST_FOR_THREADS;
-    for_each(num_rows, is_much, [&](int64_t row) {
-        const int64_t slot = slot_of(row, lengths[row] - 1);
-        for (int64_t head = 0; head < num_key_heads; head++) {
-            const int64_t written = slot * num_key_heads + head;
-            std::memcpy(keys + written * key_size, new_keys + row * key_row + head * key_head,
-                        key_size * sizeof(STORED));
-            std::memcpy(values + written * value_size, new_values + row * value_row + head * value_head,
-                        value_size * sizeof(STORED));
-        }
-    });
-    for_each(num_rows * num_key_heads, is_much, [&](int64_t item) {
+    step.write();
+    for_each(step.num_rows * num_key_heads, step.is_much(), [&](int64_t item) {
         const int64_t row = item / num_key_heads, head = item % num_key_heads;
-        const int64_t length = lengths[row];
-        const int64_t first = window && window < length ? length - window : 0;
+        const int64_t first = step.first_seen(row), length = step.lengths[row];
         Keys own;
         for (int64_t t = first; t < length; t++) {
-            const int64_t place = slot_of(row, t) * num_key_heads + head;
-            own.keys.push_back(keys + place * key_size);
-            own.values.push_back(values + place * value_size);
+            const int64_t place = step.slot_of(row, t) * num_key_heads + head;
+            own.keys.push_back(step.keys + place * key_size);
+            own.values.push_back(step.values + place * value_size);
         }
         std::vector<Query> tile;
         for (int64_t h = head * group; h < (head + 1) * group; h++)
             tile.push_back({
-                queries + row * query_row + h * query_head,
-                outputs + (row * num_heads + h) * value_size, h, 0, length - first, nullptr,
+                step.queries.first + row * step.queries.row_stride + h * step.queries.head_stride,
+                step.outputs + (row * num_heads + h) * value_size, h, 0, length - first, nullptr,
             });
         attend_all(settings, {NONE, 0}, tile, own);
     });
