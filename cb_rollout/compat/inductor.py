@@ -19,7 +19,7 @@ import stat
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -286,23 +286,22 @@ def propagate_fake_tensors(graph: fx.Graph) -> None:
     propagation.propagate_dont_convert_inputs(*examples)
 
 
-def compile_graph(graph: fx.Graph, options: Mapping[str, Any]) -> Callable[..., torch.Tensor]:
+def compile_graph(graph: fx.Graph) -> Callable[..., torch.Tensor]:
     """Compile a traced graph of one output by inductor (torch 2.11 to 2.13)."""
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0],),)
-    compiled = compile_outputs(graph, options)
+    compiled = compile_outputs(graph)
     return lambda *inputs: compiled(*inputs)[0]
 
 
-def compile_outputs(
-    graph: fx.Graph, options: Mapping[str, Any]
-) -> Callable[..., Sequence[torch.Tensor]]:
+def compile_outputs(graph: fx.Graph) -> Callable[..., Sequence[torch.Tensor]]:
     """Compile a traced graph that returns a tuple by inductor (torch 2.11 to 2.13)."""
     examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
-    # Compile in this process: workers would outlive a training run's forks. A trace is tried before
-    # it is used, so its calls skip the checks of sizes. The caller captures CUDA graphs itself.
-    skipped = {"size_asserts": False, "alignment_asserts": False}
-    patches = {"compile_threads": 1, **skipped, **options, "triton.cudagraphs": False}
+    # Compile in this process: workers would outlive a training run's forks. Round to 16 bits where
+    # the model rounds, also inside of a fused kernel. A trace is tried before it is used, so its
+    # calls skip the checks of sizes. The caller captures CUDA graphs itself.
+    patches = {"compile_threads": 1, "emulate_precision_casts": True, "triton.cudagraphs": False}
+    patches |= {"size_asserts": False, "alignment_asserts": False}
     with torch.no_grad(), _own_folder():
         artifact = standalone_compile(
             fx.GraphModule({}, graph),

@@ -44,7 +44,7 @@ def test_a_library_is_compiled_once_into_a_folder_of_the_user_alone(folder):
 @pytest.mark.slow
 def test_a_graph_is_compiled_into_a_folder_of_the_user_alone(folder):
     module, _ = inductor.trace_graph(lambda values: (values * 3).sin(), torch.ones(5, 7))
-    compiled = inductor.compile_graph(module.graph, {})
+    compiled = inductor.compile_graph(module.graph)
     torch.testing.assert_close(compiled(torch.ones(4, 7)), torch.full((4, 7), 3.0).sin())
     assert list(folder.rglob("*.py"))
     assert not list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).glob("*"))

@@ -32,9 +32,8 @@ def generator_of(model, **settings):
     return RolloutGenerator(model, RolloutConfig(seed=1, **sizes | settings))
 
 
-def run_by_operators(graph, options):
+def run_by_operators(graph):
     """In place of inductor: a list of operators, compiled at once."""
-    assert options["emulate_precision_casts"] is True
     return torch.fx.GraphModule({}, graph).forward
 
 
@@ -165,11 +164,11 @@ def pages_of(manager):
     return {states.dtype for states in manager.engine.layout.layers[0].per_token}
 
 
-def fails(graph, options):
+def fails(graph):
     raise RuntimeError("no compiler")
 
 
-def computes_something_else(graph, options):
+def computes_something_else(graph):
     module = torch.fx.GraphModule({}, graph)
     return lambda *inputs: module(*inputs).flip(-1)
 

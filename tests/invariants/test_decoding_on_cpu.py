@@ -169,7 +169,7 @@ def test_a_compilation_needs_a_compiler():
 
 
 def test_a_forward_that_does_not_compile_runs_as_an_uncompiled_trace(monkeypatch, caplog):
-    def fails(graph, options):
+    def fails(graph):
         raise RuntimeError("internal compiler error")
 
     monkeypatch.setattr(inductor, "compile_outputs", fails)
@@ -201,7 +201,7 @@ def test_a_trace_that_is_kept_is_compiled_once_that_pays_off(settings, compiles,
 def quick(monkeypatch):
     """Regions of a trace are run by torch in place of inductor."""
 
-    def run_by_torch(graph, options):
+    def run_by_torch(graph):
         module = fx.GraphModule({}, graph)
         return lambda *inputs: module(*inputs)
 

@@ -20,8 +20,8 @@ class LinearNode:
     node: fx.Node
     """The product, with its bias if it has one."""
     rows: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
+    weights: list[fx.Node]
+    """The weight, and the bias if it has one."""
 
 
 def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
@@ -35,8 +35,7 @@ def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
         if transposed.target is aten.t.default and shapes in ([], [node.meta["val"].shape[1:]]):
             source = rows.args[0] if rows.target in RESHAPES else rows
             key = source, transposed.meta["val"].shape[0], bool(biases)
-            layer = LinearNode(node, rows, transposed.args[0], biases[0] if biases else None)
-            groups.setdefault(key, []).append(layer)
+            groups.setdefault(key, []).append(LinearNode(node, rows, [transposed.args[0], *biases]))
     return list(groups.values())
 
 

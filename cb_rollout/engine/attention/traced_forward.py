@@ -16,11 +16,10 @@ import logging
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any
 
 import torch
 from torch import fx
@@ -66,11 +65,9 @@ class Tracing:
     """A trace is compared with the model's own forward for these numbers of rows."""
     rewrite: Callable[[fx.Graph, list[torch.Tensor]], list[torch.Tensor]]
     """Changes a graph in place, whose last inputs are these weights; returns its new weights."""
-    simplify: Callable[[fx.Graph, Mapping[str, Any] | None], None] | None
-    """Prepares a graph to run in Python, in place; with options, inductor compiles parts of it.
-    None: inductor compiles the whole graph, or it is not run."""
-    inductor_options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of inductor beside its defaults."""
+    simplify: Callable[[fx.Graph, bool], None] | None
+    """Prepares a graph to run in Python, in place; if told so, inductor compiles parts of it. None:
+    inductor compiles the whole graph, or it is not run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,9 +319,9 @@ class Trace:
         try:
             if tracing.simplify is None:
                 assert is_compiled
-                self._compute = inductor.compile_graph(self.graph, tracing.inductor_options)
+                self._compute = inductor.compile_graph(self.graph)
             else:
-                tracing.simplify(self.graph, tracing.inductor_options if is_compiled else None)
+                tracing.simplify(self.graph, is_compiled)
                 self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
         except Exception as error:
             if not is_compiled:

@@ -227,7 +227,7 @@ def _plan(key: tuple[tuple[str, Any], ...], form: Form) -> Plan:
     with _Autocast() if form.is_autocast else nullcontext():
         traced = trace(forward, *example(TRACING.num_rows, [0, 1], META))
     TRACING.rewrite(traced.graph, traced.weights)
-    planned = planned_kernels(traced.graph, TRACING.inductor_options, PROPERTIES)
+    planned = planned_kernels(traced.graph, PROPERTIES)
     parts: list[Planned] = [[]]
     for one in planned:
         if _is_attention(one):

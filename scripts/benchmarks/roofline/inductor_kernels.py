@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import device_interface
+from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.fx_passes import joint_graph
@@ -83,12 +84,11 @@ class _PlannedError(BaseException):
     """Ends a compilation whose kernels are planned; no handler of inductor's takes it."""
 
 
-def planned_kernels(graph: fx.Graph, options: Mapping[str, Any], card: Any) -> Planned:
+def planned_kernels(graph: fx.Graph, card: Any) -> Planned:
     """Return the kernels of a traced graph on a card, in the order of their launches.
 
     Args:
         graph: as `trace_graph` returns it, with weights as inputs; it is changed.
-        options: of inductor.
         card: properties of the card, as `torch.cuda.get_device_properties` names them.
     """
     found: Planned = []
@@ -103,8 +103,9 @@ def planned_kernels(graph: fx.Graph, options: Mapping[str, Any], card: Any) -> P
 
     _move(graph)
     changed = {"triton.autotune_at_compile_time": False, "fx_graph_cache": False}
-    with _pretended(card), patch.object(GraphLowering, "codegen", codegen), suppress(_PlannedError):
-        inductor.compile_graph(graph, {**options, **changed})
+    planning = patch.object(GraphLowering, "codegen", codegen)
+    with _pretended(card), planning, inductor_config.patch(changed), suppress(_PlannedError):
+        inductor.compile_graph(graph)
     return found
 
 

@@ -7,7 +7,7 @@ B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: 
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -110,10 +110,10 @@ def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[
     for same_rows in linear_nodes(graph):
         plain = [layer for layer in same_rows if layer.node.meta["val"].dtype in TYPES]
         # What the forward computes may come after the first product.
-        held = [layer for layer in plain if all(x.op == "placeholder" for x in _weights_of(layer))]
+        held = [x for x in plain if all(w.op == "placeholder" for w in _before_autocast(x))]
         computed = [[layer] for layer in plain if layer not in held]
         for layers in ([held] if held else []) + computed:
-            weights_NK, *biases_N = zip(*map(_weights_of, layers), strict=True)
+            weights_NK, *biases_N = zip(*map(_before_autocast, layers), strict=True)
             first, biases = layers[0], biases_N[0] if biases_N else ()
             with graph.inserting_before(first.node):
                 product = inductor.call_function(graph, _LINEAR, first.rows, weights_NK, biases)
@@ -121,24 +121,20 @@ def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[
     return weights
 
 
-def _weights_of(layer: LinearNode) -> list[fx.Node]:
-    """Return the weight and the bias of a layer, as before autocast: weights are packed rounded."""
-    tensors = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+def _before_autocast(layer: LinearNode) -> list[fx.Node]:
+    """Return the weight and the bias of a layer as they were: weights are packed rounded."""
     return [
         node.all_input_nodes[0] if node.target is aten._to_copy.default else node
-        for node in tensors
+        for node in layer.weights
     ]
 
 
-def simplify(graph: fx.Graph, options: Mapping[str, Any] | None) -> None:
-    """Call the operators of a traced graph in the cheapest way, in place.
-
-    `options`: inductor's, to compile the graph's regions with; None: nothing is compiled.
-    """
+def simplify(graph: fx.Graph, is_compiled: bool) -> None:
+    """Call the operators of a traced graph in the cheapest way, in place, or compile regions."""
     _join_reshapes(graph)
     graph.eliminate_dead_code()
-    if options is not None:
-        compile_regions(graph, options)
+    if is_compiled:
+        compile_regions(graph)
     for node in graph.nodes:
         if node.target is aten.slice.Tensor:
             _narrow(node)
@@ -181,8 +177,6 @@ TRACING = Tracing(
     tried_rows=(1, packed_linear.FEW_ROWS, packed_linear.FEW_ROWS + 1, 33),
     rewrite=replace_linear_layers,
     simplify=simplify,
-    # Round what the model rounds.
-    inductor_options={"emulate_precision_casts": True},
 )
 
 

@@ -6,7 +6,7 @@ instead is no faster than not compiling: every product would be called through t
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,15 +48,10 @@ ARITHMETIC = {
 LEAST_ARITHMETIC = 2
 
 
-def compile_regions(graph: fx.Graph, options: Mapping[str, Any]) -> None:
+def compile_regions(graph: fx.Graph) -> None:
     """Replace each region of a traced graph by a call of its compiled form, in place.
 
-    Args:
-        graph: with `packed_linear` in place of its linear layers.
-        options: of inductor.
-
-    Raises:
-        Exception: what inductor raises.
+    `packed_linear` computes the graph's linear layers. Raises what inductor raises.
     """
     _infer_numbers_of_rows(graph)
     inductor.propagate_fake_tensors(graph)
@@ -71,7 +66,7 @@ def compile_regions(graph: fx.Graph, options: Mapping[str, Any]) -> None:
         types = [(str(x.dtype), str(x.shape), str(x.stride())) for x in tensors]
         key = f"{copied.python_code('self').src} {types}"
         if key not in compiled:
-            compiled[key] = inductor.compile_outputs(copied, options)
+            compiled[key] = inductor.compile_outputs(copied)
         _replace(graph, region, inputs, outputs, compiled[key])
 
 

@@ -57,7 +57,7 @@ def join_products(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Te
     tensors = dict(zip(inputs[-len(weights) :], weights, strict=True)) if weights else {}
     joined: list[torch.Tensor] = []
     for layers in linear_nodes(graph):
-        held = [layer for layer in layers if tensors.keys() >= set(_weights_of(layer))]
+        held = [layer for layer in layers if tensors.keys() >= set(layer.weights)]
         for neighbours in _runs_of_neighbours(held, tensors):
             if len(neighbours) > 1:
                 _join(graph, neighbours, tensors, joined)
@@ -77,18 +77,13 @@ def _spanning(
     return node
 
 
-def _weights_of(layer: LinearNode) -> list[fx.Node]:
-    """Return the weight of a layer, and its bias if it has one."""
-    return [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
-
-
 def _runs_of_neighbours(
     layers: Sequence[LinearNode], tensors: dict[fx.Node, torch.Tensor]
 ) -> list[list[LinearNode]]:
     """Split layers of the same rows where a weight does not follow the one before it."""
     runs: list[list[LinearNode]] = []
     for layer in layers:
-        pairs = zip(_weights_of(runs[-1][-1]), _weights_of(layer), strict=True) if runs else ()
+        pairs = zip(runs[-1][-1].weights, layer.weights, strict=True) if runs else ()
         if runs and all(_follows(tensors[weight], tensors[other]) for weight, other in pairs):
             runs[-1].append(layer)
         else:
@@ -118,7 +113,7 @@ def _join(
     first = layers[0]
     wholes = [
         _spanning(graph, [tensors[weight] for weight in weights], joined)
-        for weights in zip(*map(_weights_of, layers), strict=True)
+        for weights in zip(*(layer.weights for layer in layers), strict=True)
     ]
     with graph.inserting_before(first.node):
         transposed = inductor.call_function(graph, aten.t.default, wholes[0])
@@ -133,8 +128,6 @@ TRACING = Tracing(
     tried_rows=(1, 3, 64, 251),
     rewrite=join_products,
     simplify=None,
-    # Rounded to 16 bits where the model's own forward rounds, also inside of a fused kernel.
-    inductor_options={"emulate_precision_casts": True},
 )
 
 
