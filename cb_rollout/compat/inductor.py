@@ -194,11 +194,7 @@ class _AnyDtypeGrouped(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         is_plain = len(args) == 2 and kwargs.get("offs") is not None

@@ -1,5 +1,7 @@
 """Products of the same rows by neighbouring weights are computed as one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny_model
@@ -9,7 +11,7 @@ from cb_rollout.compat.transformers import text_token_ids
 from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import simplify
 from cb_rollout.engine.attention.decode_cache import DecodeCache
-from cb_rollout.engine.attention.joined_products import replace_by_columns
+from cb_rollout.engine.attention.joined_products import linear_nodes, replace_by_columns
 from cb_rollout.engine.attention.traced_forward import (
     Trace,
     Traceable,
@@ -112,10 +114,15 @@ def columns_in_another_order(graph, layers, product):
     replace_by_columns(graph, layers[::-1], product)
 
 
+def without_biases(graph):
+    groups = linear_nodes(graph)
+    return [[replace(x, weights=x.weights[:1]) for x in layers] for layers in groups]
+
+
 FAULTS = {
     "outputs are in another order": ("replace_by_columns", columns_in_another_order),
     "weights are joined that lie apart": ("_follows", lambda before, after: True),
-    "biases are left out": ("_weights_of", lambda layer: [layer.weight]),
+    "biases are left out": ("linear_nodes", without_biases),
 }
 
 

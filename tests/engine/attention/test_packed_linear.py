@@ -282,9 +282,9 @@ def test_few_rows_need_no_compiler(monkeypatch, has_compiler):
     monkeypatch.setattr(packed_linear, "multiply", lambda *a: seen.append(a) or kernel(*a))
     if not has_compiler:
         monkeypatch.setattr(inductor, "compiler_obstacle", lambda: "none")
-        packed_linear._can_multiply.cache_clear()
+        packed_linear.has_kernel.cache_clear()
     check(compute(packed(layer), layer, rows), rows, layer.weight, layer.bias)
-    packed_linear._can_multiply.cache_clear()
+    packed_linear.has_kernel.cache_clear()
     assert bool(seen) == has_compiler
 
 
@@ -338,8 +338,8 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
 
     monkeypatch.setattr(kernels, "library", fails)
     kernels.ordered_kernel.cache_clear()
-    packed_linear._can_multiply.cache_clear()
-    packed_linear.prepare(dtype)
+    packed_linear.has_kernel.cache_clear()
+    packed_linear.has_kernel(dtype)
     rows, weight = numbers(2, 20, dtype=dtype), numbers(7, 20, dtype=dtype)
     check(packed_linear.linear(rows, [weight]), rows, weight)
-    packed_linear._can_multiply.cache_clear()
+    packed_linear.has_kernel.cache_clear()

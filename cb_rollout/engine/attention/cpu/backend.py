@@ -196,7 +196,8 @@ class CpuBackend(AttentionBackend):
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
         super().__init__(layout, device)
         if self.traced_forward.can_be_traced:
-            packed_linear.prepare(self.cache.paged[0].key_dtype)
+            # Now, not in a rollout.
+            packed_linear.has_kernel(self.cache.paged[0].key_dtype)
 
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
         tokens = [token_id for (token_id,) in batch.new_tokens]

@@ -140,12 +140,11 @@ def linear(
         The outputs of all layers, one after the other: `[B, sum of N]`.
     """
     dtype = rows_BK.dtype
-    is_few = rows_BK.shape[0] <= FEW_ROWS and _can_multiply(dtype)
+    is_few = rows_BK.shape[0] <= FEW_ROWS and has_kernel(dtype)
     # Bitwise forwards take one kernel for any number of rows.
-    has_kernel = (is_few or operators.are_installed()) and all(
+    if (is_few or operators.are_installed()) and all(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in (*weights_NK, *biases_N)
-    )
-    if has_kernel:
+    ):
         return _each(multiply, rows_BK, weights_NK, biases_N)
     is_joined = len(weights_NK) > 1
     product = _packed_product(rows_BK, weights_NK, biases_N) if is_joined else None
@@ -210,11 +209,6 @@ def multiply_packed(
     return outputs_CN[:B]
 
 
-def prepare(dtype: torch.dtype) -> None:
-    """Compile the kernel of few rows now, not in a rollout, if there is a compiler."""
-    _can_multiply(dtype)
-
-
 def _product_dtype(dtype: torch.dtype) -> torch.dtype | None:
     """Return the dtype that oneDNN multiplies in, for numbers of `dtype`; None: it does not."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
@@ -244,7 +238,8 @@ def _linear_layers(model: torch.nn.Module) -> dict[int, LinearLayer]:
 
 
 @cache
-def _can_multiply(dtype: torch.dtype) -> bool:
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether there is a kernel of few rows, which the first call compiles."""
     if inductor.compiler_obstacle():
         return False
     try:
@@ -265,11 +260,7 @@ class _ReplacedLinear(TorchFunctionMode):
         self._joined_outputs: dict[int, torch.Tensor] = {}
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is not functional.linear or kwargs:
             return func(*args, **(kwargs or {}))
