@@ -6,9 +6,8 @@ and 10. Elsewhere it reads on the host where each group ends, so the step waits 
 cannot be captured.
 """
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,13 +37,6 @@ def without_router_logits(model: Any) -> dict[str, Any]:
     return {_ROUTER_LOGITS: False} if is_argument else {}
 
 
-class _Replacement(threading.local):
-    product: GroupedProduct | None = None
-
-
-_REPLACEMENT = _Replacement()
-
-
 def waits_for_groups(weight: torch.Tensor) -> bool:
     """Return whether torch's grouped product by this weight waits for the device."""
     if weight.device.type != "cuda":
@@ -53,25 +45,16 @@ def waits_for_groups(weight: torch.Tensor) -> bool:
     return weight.dtype != torch.bfloat16 or not is_fast
 
 
-@contextmanager
-def replacing_grouped_product(product: GroupedProduct) -> Iterator[None]:
+def replacing_grouped_product(product: GroupedProduct) -> AbstractContextManager[None]:
     """Have experts that this thread runs use `product` where torch's own would wait.
 
     Any thread may call. A release of transformers without the function is left as it is.
     """
-    if not hasattr(_moe, _NAME):
-        yield
-        return
-    with _PATCH.installed():
-        _REPLACEMENT.product = product
-        try:
-            yield
-        finally:
-            _REPLACEMENT.product = None
+    return _PATCH.installed(product) if hasattr(_moe, _NAME) else nullcontext()
 
 
 def _product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    product = _REPLACEMENT.product
+    product = _PATCH.of_thread
     if product is None or not waits_for_groups(weight):
         return _PATCH.own(input, weight, offs)
     # Under autocast the input may be wider than the weight, which transformers casts it to. Where a

@@ -31,20 +31,32 @@ class CountedPatch:
     def __init__(self, owner: Any, name: str, replacement: Any) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
         self._lock, self._num_inside = threading.Lock(), 0
+        self._threads = threading.local()
         self.own: Any = None
         """The owner's value, kept for a thread that reads it when the last one leaves."""
 
+    @property
+    def of_thread(self) -> Any:
+        """Return what this thread gave to `installed`; None: nothing."""
+        return getattr(self._threads, "given", None)
+
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Replace the attribute; the last thread to leave restores it."""
+    def installed(self, given: Any = None) -> Iterator[None]:
+        """Replace the attribute; the last thread to leave restores it.
+
+        `given`: for the replacement, in this thread; None: what it has.
+        """
         with self._lock:
             if not self._num_inside:
                 self.own = getattr(self._owner, self._name)
                 setattr(self._owner, self._name, self._replacement)
             self._num_inside += 1
+        before = self.of_thread
+        self._threads.given = before if given is None else given
         try:
             yield
         finally:
+            self._threads.given = before
             with self._lock:
                 self._num_inside -= 1
                 if not self._num_inside:

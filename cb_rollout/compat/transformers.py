@@ -1,7 +1,6 @@
 """Reach past the public API of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21."""
 
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -274,18 +273,13 @@ def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
 Attention = Callable[..., Any]
 
 
-class _Replacement(threading.local):
-    attend: Attention | None = None
-
-
-_REPLACEMENT = _Replacement()
 # What computes every thread's attention, in place of the models' own functions.
 _EVERYWHERE: list[Attention] = []
 
 
 def _lookup(interface: Any, implementation: str, default: Attention) -> Attention:
     own_attention = _LOOKUP.own(interface, implementation, default)
-    for attend in (*_EVERYWHERE[-1:], _REPLACEMENT.attend):
+    for attend in (*_EVERYWHERE[-1:], _LOOKUP.of_thread):
         if attend is not None:
             own_attention = partial(attend, own_attention)
     return own_attention
@@ -294,21 +288,15 @@ def _lookup(interface: Any, implementation: str, default: Attention) -> Attentio
 _LOOKUP = CountedPatch(AttentionInterface, "get_interface", _lookup)
 
 
-@contextmanager
-def replacing_attention(attend: Attention) -> Iterator[None]:
+def replacing_attention(attend: Attention) -> AbstractContextManager[None]:
     """Have models that this thread calls use `attend(own_attention, module, query, ...)`.
 
     Every model of transformers (5.17 to 5.23) looks its attention up in one class, at every layer
     of every forward. Inside, that class answers this thread with `attend`, and other threads with
     their own. The model and its `_attn_implementation` are not touched. Any thread may call.
     """
-    assert _REPLACEMENT.attend is None, "a forward within a forward"
-    with _LOOKUP.installed():
-        _REPLACEMENT.attend = attend
-        try:
-            yield
-        finally:
-            _REPLACEMENT.attend = None
+    assert _LOOKUP.of_thread is None, "a forward within a forward"
+    return _LOOKUP.installed(attend)
 
 
 @contextmanager

@@ -39,9 +39,7 @@ def multiply(
         weight_NK.data_ptr(),
         None if bias_N is None else bias_N.data_ptr(),
         outputs_BN.data_ptr(),
-        B,
-        K,
-        N,
+        *(B, K, N),
     )
     return outputs_BN
 
@@ -61,10 +59,7 @@ def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Ten
         right_BKN.data_ptr(),
         *right_BKN.stride()[:2],
         outputs_BMN.data_ptr(),
-        B,
-        M,
-        K,
-        N,
+        *(B, M, K, N),
     )
     return outputs_BMN
 
@@ -112,16 +107,8 @@ def attend(
         None if mask is None else mask.data_ptr(),
         form,
         *strides,
-        B,
-        H,
-        K,
-        Q,
-        S,
-        D,
-        E,
-        scale,
-        softcap or 0.0,
-        is_causal,
+        *(B, H, K, Q, S, D, E),
+        *(scale, softcap or 0.0, is_causal),
         None if sinks_H is None else sinks_H.data_ptr(),
     )
     return outputs_BQHE
