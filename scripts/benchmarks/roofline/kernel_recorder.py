@@ -289,7 +289,7 @@ def _attend_cost(
     num_keys = reads.num_keys
     pages = B * num_keys * options["NUM_KEY_HEADS"] * token
     # Of partial outputs, all that there is room for.
-    made = [outputs] if options["IS_WHOLE"] else [partials, sums]
+    made = [outputs] if partials is None else [partials, sums]
     moved = pages + sum(map(num_bytes, (queries_BHD, *made)))
     return moved, 2 * B * H * num_keys * sum(sizes)
 

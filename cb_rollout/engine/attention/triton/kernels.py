@@ -10,6 +10,7 @@ into stretches. `grouped_product_kernel` multiplies the tokens of each expert by
 The kernels find pages and block table through addresses in device memory, not as arguments, so a
 captured CUDA graph stays valid when the cache grows or is allocated anew. `header` holds the block
 table's address and width, `layer_addresses` the addresses of a layer's pages of keys and of values.
+None stands for what a step does not have: shared prompts, a window, a soft cap, sinks, stretches.
 """
 
 import triton
@@ -109,8 +110,6 @@ def cut_kernel(
     least,
     interval,
     window,
-    HAS_SHARED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
     ROWS_WIDTH: tl.constexpr,
     TILES_WIDTH: tl.constexpr,
     OWN_WIDTH: tl.constexpr,
@@ -120,24 +119,24 @@ def cut_kernel(
     rows = tl.arange(0, ROWS_WIDTH)
     is_row = rows < num_rows
     own = tl.load(lengths + rows, mask=is_row, other=0)
-    if HAS_SHARED:
+    if shared is not None:
         prompts = tl.load(shared + rows, mask=is_row, other=0)
         # A row that ended since reads nothing.
         prompts = tl.where(own > 0, prompts, 0)
         own = tl.maximum(own - prompts, 0)
-    if HAS_WINDOW:
+    if window is not None:
         own = tl.minimum(own, window)
     own_stretch = stretch_of(tl.sum(own, 0), num_stretches, least, interval)
     counts = (own + own_stretch - 1) // own_stretch
     tl.store(sizes, own_stretch)
     tl.store(own_counts + rows, counts, mask=is_row)
     list_items(own_items, num_own_items, counts, rows, OWN_WIDTH)
-    if HAS_SHARED:
+    if shared is not None:
         tiles = tl.arange(0, TILES_WIDTH)
         tile_rows = tl.load(row_counts + tiles, mask=tiles < num_tiles, other=0)
         firsts = tl.load(first_rows + tiles, mask=tile_rows > 0, other=0)
         tile_keys = tl.load(shared + firsts, mask=tile_rows > 0, other=0)
-        if HAS_WINDOW:
+        if window is not None:
             # Rows are longer than what they share, so no more of it can be seen.
             tile_keys = tl.minimum(tile_keys, window)
             prompts = tl.minimum(prompts, window)
@@ -211,18 +210,14 @@ def attend_kernel(
     VALUE_TYPE: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
     IS_SHARED: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Attend over one stretch of keys of one key head; `IS_WHOLE`: over all keys of a row."""
+    """Attend over one stretch of keys of one key head; without `items`, over all keys of a row."""
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    IS_WHOLE: tl.constexpr = items is None
     # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
     KEY_DOT: tl.constexpr = tl.float32 if IS_INTERPRETED else KEY_TYPE
     VALUE_DOT: tl.constexpr = tl.float32 if IS_INTERPRETED else VALUE_TYPE
@@ -238,7 +233,7 @@ def attend_kernel(
         first_row = unit
         num_rows = is_item.to(tl.int32)
         begin = 0
-        if HAS_SHARED:
+        if shared is not None:
             begin = tl.load(shared + unit)
         end = tl.load(lengths + unit)
     member = tile // HEADS_PER_KEY
@@ -250,7 +245,7 @@ def attend_kernel(
     # with the prompt, and the stretches end before what the others see.
     is_query = is_query & ((row_lengths > 0) | (not IS_SHARED))
     earliest = tl.zeros([TILE_ROWS], tl.int32)
-    if HAS_WINDOW:
+    if window is not None:
         earliest = tl.where(is_query, tl.maximum(row_lengths - window, 0), 2147483647)
         begin = tl.minimum(tl.maximum(begin, tl.min(earliest, 0)), end)
     start, stop = stretch_at(begin, end, split, is_item, sizes, IS_WHOLE, IS_SHARED)
@@ -289,10 +284,10 @@ def attend_kernel(
             other=0.0,
         )
         scores = tl.dot(query, key.to(KEY_DOT), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
+        if softcap is not None:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
         is_seen = is_key[None, :] & is_query[:, None]
-        if HAS_WINDOW:
+        if window is not None:
             is_seen = is_seen & (positions[None, :] >= earliest[:, None])
         scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
@@ -313,7 +308,7 @@ def attend_kernel(
 
     is_output = is_query[:, None] & (value_offsets[None, :] < VALUE_SIZE)
     if IS_WHOLE:
-        if HAS_SINKS:
+        if sinks is not None:
             sink = tl.load(sinks + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
             new_largest = tl.maximum(largest, sink)
             shrink = tl.exp2(largest - new_largest)
@@ -346,7 +341,6 @@ def join_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KEY_HEADS: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     PARTS: tl.constexpr,
     HEADS_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -364,7 +358,7 @@ def join_kernel(
     largest = tl.full([HEADS_WIDTH], float("-inf"), tl.float32)
     total = tl.zeros([HEADS_WIDTH], tl.float32)
     output = tl.zeros([HEADS_WIDTH, VALUE_WIDTH], tl.float32)
-    if HAS_SINKS:
+    if sinks is not None:
         largest = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     for at in range(begin, end, PARTS):

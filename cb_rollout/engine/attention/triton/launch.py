@@ -176,8 +176,8 @@ def attend(
     """
     (B, H, _), E = queries_BHD.shape, layer.value_size
     outputs_BHE = queries_BHD.new_empty(B, H, E, dtype=layer.value_dtype)
-    # Each part's output, and its log-sum-exp, base 2; not read if nothing is cut.
-    partials = sums = outputs_BHE
+    # Each part's output, and its log-sum-exp, base 2.
+    partials = sums = None
     if work is not None:
         partials = outputs_BHE.new_empty(work.max_parts, H, E, dtype=torch.float32)
         sums = outputs_BHE.new_empty(work.max_parts, H, dtype=torch.float32)
@@ -191,7 +191,7 @@ def attend(
 
 
 def _launch_attend(
-    buffers: tuple[torch.Tensor, ...],
+    buffers: tuple[torch.Tensor | None, ...],
     layer: DecodeLayer,
     metadata: AttentionMetadata,
     spec: AttentionSpec,
@@ -206,27 +206,20 @@ def _launch_attend(
     rows = metadata.rows_per_tile if is_shared else 1
     is_wide = _is_single(layer) or (is_shared and max(D, E) > 128)
     width = triton.next_power_of_2(max(D, E, MIN_TILE_ROWS))
-
-    def tensor_or_any(tensor: torch.Tensor | None) -> torch.Tensor:
-        # For None, a tensor that the kernel will not read.
-        return metadata.lengths_B if tensor is None else tensor
-
     attend_kernel[(B if items is None else items.shape[0], K)](
         *buffers,
         metadata.addresses,
         _layer_addresses(metadata, layer),
         metadata.table_rows_B,
         metadata.lengths_B,
-        *map(tensor_or_any, (metadata.shared_B, metadata.first_T, metadata.count_T)),
-        tensor_or_any(spec.sinks_H),
+        *(metadata.shared_B, metadata.first_T, metadata.count_T),
+        spec.sinks_H,
         *queries_BHD.stride()[:2],
-        tensor_or_any(items),
-        tensor_or_any(work and work.sizes),
-        tensor_or_any(work and work.first_parts),
-        tensor_or_any(work and work.own_counts_B),
+        items,
+        *((work.sizes, work.first_parts, work.own_counts_B) if work else (None,) * 3),
         float(spec.scale),
-        float(spec.softcap or 0.0),
-        int(spec.window or 0),
+        spec.softcap,
+        spec.window,
         BLOCK_SIZE=metadata.block_size,
         NUM_HEADS=H,
         NUM_KEY_HEADS=K,
@@ -236,11 +229,6 @@ def _launch_attend(
         VALUE_TYPE=TYPES[layer.value_dtype],
         IS_INTERPRETED=knobs.runtime.interpret,
         IS_SHARED=is_shared,
-        HAS_SHARED=metadata.shared_B is not None,
-        HAS_WINDOW=spec.window is not None,
-        HAS_SOFTCAP=spec.softcap is not None,
-        HAS_SINKS=spec.sinks_H is not None,
-        IS_WHOLE=work is None,
         TILE_ROWS=max(MIN_TILE_ROWS, triton.next_power_of_2(rows * (H // K))),
         TILE_KEYS=_tile_keys(width, layer),
         KEY_WIDTH=triton.next_power_of_2(max(D, MIN_TILE_ROWS)),
@@ -251,7 +239,7 @@ def _launch_attend(
 
 
 def _launch_join(
-    buffers: tuple[torch.Tensor, ...],
+    buffers: tuple[torch.Tensor | None, ...],
     layer: DecodeLayer,
     sinks_H: torch.Tensor | None,
     work: WorkList,
@@ -263,11 +251,10 @@ def _launch_join(
     join_kernel[(B, layer.num_key_heads)](
         *buffers[1:],
         work.first_parts,
-        work.first_parts if sinks_H is None else sinks_H,
+        sinks_H,
         NUM_HEADS=H,
         NUM_KEY_HEADS=layer.num_key_heads,
         VALUE_SIZE=E,
-        HAS_SINKS=sinks_H is not None,
         PARTS=max(1, JOINED_NUMBERS // (heads_width * value_width)),
         HEADS_WIDTH=heads_width,
         VALUE_WIDTH=value_width,
@@ -285,7 +272,6 @@ def cut(metadata: AttentionMetadata, window: int | None) -> WorkList:
     lengths_B = metadata.lengths_B
     B, extra = lengths_B.shape[0], metadata.num_stretches
     has_shared = metadata.shared_B is not None
-    tiles = (metadata.shared_B, metadata.first_T, metadata.count_T)
     T = 0 if metadata.first_T is None else metadata.first_T.shape[0]
     num_shared = T + extra if has_shared else 0
     # A tile of full size has a part of each of its rows in every stretch.
@@ -300,22 +286,10 @@ def cut(metadata: AttentionMetadata, window: int | None) -> WorkList:
     )
     cut_kernel[(1,)](
         lengths_B,
-        *(tiles if has_shared else (lengths_B,) * 3),
-        work.sizes,
-        work.own_O,
-        work.shared_S if has_shared else lengths_B,
-        work.first_parts,
-        work.own_counts_B,
-        B,
-        T,
-        B + extra,
-        num_shared,
-        extra,
-        metadata.least_stretch,
-        metadata.stretch_interval,
-        int(window or 0),
-        HAS_SHARED=has_shared,
-        HAS_WINDOW=window is not None,
+        *(metadata.shared_B, metadata.first_T, metadata.count_T),
+        *(work.sizes, work.own_O, work.shared_S, work.first_parts, work.own_counts_B),
+        *(B, T, B + extra, num_shared),
+        *(extra, metadata.least_stretch, metadata.stretch_interval, window),
         ROWS_WIDTH=triton.next_power_of_2(B),
         TILES_WIDTH=triton.next_power_of_2(max(1, T)),
         OWN_WIDTH=triton.next_power_of_2(B + extra),
