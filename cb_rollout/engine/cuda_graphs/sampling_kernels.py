@@ -106,18 +106,10 @@ def _weights(scores, largest):
 
 @triton.jit
 def measure_kernel(
-    logits,
-    kept,
-    measures,
-    lines,
-    never,
-    line_stride,
-    logits_stride,
-    vocab_size,
-    num_parts,
-    NUM_NEVER: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    logits, kept, measures, lines, never,
+    line_stride, logits_stride, vocab_size, num_parts,
+    NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Measure one part of a row, or keep its logits."""
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -201,19 +193,10 @@ def _kept(
 
 @triton.jit
 def truncate_kernel(
-    logits,
-    measures,
-    limits,
-    lines,
-    never,
-    line_stride,
-    logits_stride,
-    vocab_size,
-    num_parts,
-    NUM_NEVER: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS_WIDTH: tl.constexpr,
-):
+    logits, measures, limits, lines, never,
+    line_stride, logits_stride, vocab_size, num_parts,
+    NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr, PARTS_WIDTH: tl.constexpr,
+):  # fmt: skip
     """Find the least weight that a row's top-k, top-p and min-p keep.
 
     Each rule keeps the most likely tokens down to some weight; equally likely ones stay or go
@@ -297,21 +280,11 @@ def _uniform(lines, line_stride, row):
 
 @triton.jit
 def draw_kernel(
-    logits,
-    measures,
-    limits,
-    results,
-    lines,
-    never,
-    line_stride,
-    logits_stride,
-    vocab_size,
-    num_parts,
-    NUM_NEVER: tl.constexpr,
-    IS_PROCESSED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, measures, limits, results, lines, never,
+    line_stride, logits_stride, vocab_size, num_parts,
+    NUM_NEVER: tl.constexpr, IS_PROCESSED: tl.constexpr, CHUNK: tl.constexpr,
     PARTS_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     """Draw a row's token, write its results, and make it the next step's input."""
     row = tl.program_id(0)
     if _is_sampled(lines, line_stride, row):

@@ -24,24 +24,12 @@ MAX_SPLITS = tl.constexpr(4096)
 
 @triton.jit
 def write_kernel(
-    new_keys,
-    new_values,
-    header,
-    layer_addresses,
-    table_rows,
-    lengths,
-    key_row_stride,
-    key_head_stride,
-    value_row_stride,
-    value_head_stride,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
+    new_keys, new_values, header, layer_addresses, table_rows, lengths,
+    key_row_stride, key_head_stride, value_row_stride, value_head_stride,
+    BLOCK_SIZE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr, KEY_TYPE: tl.constexpr, VALUE_TYPE: tl.constexpr,
     WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     """Write one row's newest key and value."""
     row = tl.program_id(0)
     length = tl.load(lengths + row)
@@ -93,28 +81,13 @@ def list_items(items, num_items, counts, units, WIDTH: tl.constexpr):
     ]
 )
 def cut_kernel(
-    lengths,
-    shared,
-    first_rows,
-    row_counts,
-    sizes,
-    own_items,
-    shared_items,
-    first_parts,
-    own_counts,
-    num_rows,
-    num_tiles,
-    num_own_items,
-    num_shared_items,
-    num_stretches,
-    least,
-    interval,
-    window,
-    ROWS_WIDTH: tl.constexpr,
-    TILES_WIDTH: tl.constexpr,
-    OWN_WIDTH: tl.constexpr,
+    lengths, shared, first_rows, row_counts,
+    sizes, own_items, shared_items, first_parts, own_counts,
+    num_rows, num_tiles, num_own_items, num_shared_items,
+    num_stretches, least, interval, window,
+    ROWS_WIDTH: tl.constexpr, TILES_WIDTH: tl.constexpr, OWN_WIDTH: tl.constexpr,
     SHARED_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     """Cut all keys of a step: one program."""
     rows = tl.arange(0, ROWS_WIDTH)
     is_row = rows < num_rows
@@ -180,41 +153,18 @@ def stretch_at(begin, end, split, is_item, sizes, IS_WHOLE: tl.constexpr, IS_SHA
 
 @triton.jit(do_not_specialize=["window"])
 def attend_kernel(
-    queries,
-    outputs,
-    partials,
-    sums,
-    header,
-    layer_addresses,
-    table_rows,
-    lengths,
-    shared,
-    first_rows,
-    row_counts,
-    sinks,
-    query_row_stride,
-    query_head_stride,
-    items,
-    sizes,
-    first_parts,
-    own_counts,
-    scale,
-    softcap,
-    window,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    KEY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-    IS_SHARED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    KEY_WIDTH: tl.constexpr,
+    queries, outputs, partials, sums,
+    header, layer_addresses, table_rows, lengths,
+    shared, first_rows, row_counts, sinks,
+    query_row_stride, query_head_stride,
+    items, sizes, first_parts, own_counts,
+    scale, softcap, window,
+    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr, IS_INTERPRETED: tl.constexpr, IS_SHARED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-):
+):  # fmt: skip
     """Attend over one stretch of keys of one key head; without `items`, over all keys of a row."""
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     IS_WHOLE: tl.constexpr = items is None
@@ -333,18 +283,10 @@ def attend_kernel(
 
 @triton.jit
 def join_kernel(
-    outputs,
-    partials,
-    sums,
-    first_parts,
-    sinks,
-    NUM_HEADS: tl.constexpr,
-    NUM_KEY_HEADS: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEADS_WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-):
+    outputs, partials, sums, first_parts, sinks,
+    NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, HEADS_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
     """Join the partial outputs of one row and key head, weighted by their shares of the softmax."""
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     row = tl.program_id(0)
@@ -387,24 +329,12 @@ def join_kernel(
 
 @triton.jit
 def grouped_product_kernel(
-    rows,
-    weights,
-    ends,
-    outputs,
-    num_groups,
-    size,
-    num_columns,
-    row_stride,
-    group_stride,
-    size_stride,
-    column_stride,
-    IS_INTERPRETED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    GROUPS_WIDTH: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
+    rows, weights, ends, outputs,
+    num_groups, size, num_columns,
+    row_stride, group_stride, size_stride, column_stride,
+    IS_INTERPRETED: tl.constexpr, PRECISION: tl.constexpr, GROUPS_WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_SIZE: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Compute one tile of one group's rows; programs beyond the last tile do nothing."""
     tile = tl.program_id(0)
     groups = tl.arange(0, GROUPS_WIDTH)
@@ -451,15 +381,9 @@ def grouped_product_kernel(
 
 @triton.jit
 def move_states_kernel(
-    rows,
-    table_address,
-    table_rows,
-    lengths,
-    size,
-    TYPE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    IS_LOADED: tl.constexpr,
-):
+    rows, table_address, table_rows, lengths, size,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, IS_LOADED: tl.constexpr,
+):  # fmt: skip
     """Copy a chunk of a row's state out of the table, or into it; an empty row gets zeros."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
