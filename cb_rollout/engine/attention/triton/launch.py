@@ -70,6 +70,9 @@ COPIED = {
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Queries, outputs, and of stretches partial outputs and the log-sum-exp of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
@@ -191,7 +194,7 @@ def attend(
 
 
 def _launch_attend(
-    buffers: tuple[torch.Tensor | None, ...],
+    buffers: Buffers,
     layer: DecodeLayer,
     metadata: AttentionMetadata,
     spec: AttentionSpec,
@@ -239,7 +242,7 @@ def _launch_attend(
 
 
 def _launch_join(
-    buffers: tuple[torch.Tensor | None, ...],
+    buffers: Buffers,
     layer: DecodeLayer,
     sinks_H: torch.Tensor | None,
     work: WorkList,
