@@ -16,7 +16,6 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo import device_interface
-from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.dependencies import MemoryDep
 from torch._inductor.fx_passes import joint_graph
@@ -103,8 +102,16 @@ def planned_kernels(graph: fx.Graph, card: Any) -> Planned:
 
     _move(graph)
     changed = {"triton.autotune_at_compile_time": False, "fx_graph_cache": False}
+    compile_own = inductor.standalone_compile
+
+    def standalone_compile(*args: Any, options: Mapping[str, Any], **named: Any) -> Any:
+        # Inductor sets some of these itself, but for what its caller asks.
+        patches = {**options["config_patches"], **changed}
+        return compile_own(*args, options={"config_patches": patches}, **named)
+
+    compiling = patch.object(inductor, "standalone_compile", standalone_compile)
     planning = patch.object(GraphLowering, "codegen", codegen)
-    with _pretended(card), planning, inductor_config.patch(changed), suppress(_PlannedError):
+    with _pretended(card), compiling, planning, suppress(_PlannedError):
         inductor.compile_graph(graph)
     return found
 
