@@ -5,8 +5,9 @@ python scripts/chaos_pool.py --minutes 60    # prints one line a minute, and the
 
 Worker processes are killed, stopped for a moment, and stopped for so long that the pool takes them
 for dead, in rollouts and in weight syncs; nodes of the Ray cluster come and go; the pool grows and
-shrinks; a trainer ends in the middle, and another one goes on with the next version. No sequence
-may be missing, doubled, or of mixed weights, and no process may be left. Needs
+shrinks; a trainer ends in the middle, and another one goes on with the next version. About every
+second trainer has split workers, whose leaders and followers are harmed alike. No sequence may be
+missing, doubled, or of mixed weights, and no process may be left. Needs
 `pip install 'cb_rollout[ray]'` and the packages of the tests.
 """
 
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import Counter, deque
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -82,13 +84,14 @@ class Chaos:
         while not self._ended.wait(self._random.uniform(0.2, MAX_PEACE)):
             harm = self._random.choice([self.kill, self.pause, self.pause, self.hang, self.resize])
             # The pool or a process may end meanwhile.
-            with suppress(ProcessLookupError, AttributeError, EngineDeadError):
+            with suppress(ProcessLookupError, AttributeError, TypeError, EngineDeadError):
                 harm()
 
     def worker(self) -> int:
-        workers = [w for w in dict(self.pool.manager._workers).values() if w.description]
-        self.processes |= {worker.description.process_id for worker in workers}
-        return self._random.choice(workers or [None]).description.process_id
+        """Return a process of a worker that runs: its only one, its leader, or a follower."""
+        running = [p.pid for p in self.pool.manager._cluster._processes if p.is_running()]
+        self.processes |= set(running)
+        return self._random.choice(running or [None])
 
     def kill(self) -> None:
         os.kill(self.worker(), signal.SIGKILL)
@@ -208,22 +211,25 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 6})
     ray.init(address=cluster.address, log_to_driver=False)
     chaos, ledger, chance = Chaos(cluster, args.seed), Ledger(), random.Random(args.seed)
-    end, version, num_trainers = time.monotonic() + 60 * args.minutes, 0, 0
+    end, version, sizes = time.monotonic() + 60 * args.minutes, 0, Counter[int]()
     try:
         with tempfile.TemporaryDirectory() as checkpoint:
             while time.monotonic() < end:
                 weights_of(version).save_pretrained(checkpoint)
+                config = replace(CONFIG, tensor_parallel_size=chance.choice([1, 2]))
                 with RolloutPool(
-                    checkpoint, CONFIG, num_workers=NUM_WORKERS, timeout_seconds=TIMEOUT_SECONDS
+                    checkpoint, config, num_workers=NUM_WORKERS, timeout_seconds=TIMEOUT_SECONDS
                 ) as pool:
-                    chaos.pool, num_trainers = pool, num_trainers + 1
+                    chaos.pool = pool
+                    sizes[config.tensor_parallel_size] += 1
                     part = min(end, time.monotonic() + chance.uniform(60, 240))
                     version = train(chaos, version, ledger, part, chance)
                 print(
-                    f"{num_trainers} trainers, {version} versions, {ledger.num_sequences} "
+                    f"{sizes.total()} trainers ({sizes[2]} of split workers), {version} versions, "
+                    f"{ledger.num_sequences} "
                     f"sequences, {ledger.num_mixed} of several versions, {ledger.num_refused} "
                     f"syncs that no worker took, error {ledger.largest_error:.1e}, "
                     f"{dict(chaos.counts)}",
