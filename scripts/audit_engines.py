@@ -24,8 +24,7 @@ from benchmarks.peers.vllm_process import (
     vllm_environment,
 )
 from cb_rollout import GenerationOutput
-from cb_rollout.tools.bench.contenders import batching_fields
-from cb_rollout.tools.bench.workload import Workload
+from cb_rollout.tools.bench import Workload, batching_fields
 
 Prompts = Sequence[Sequence[int]]
 Sample = Callable[..., list[GenerationOutput]]

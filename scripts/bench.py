@@ -3,7 +3,7 @@
     python scripts/bench.py rollout            # into docs/benchmarks/, or --output-dir DIR
     python scripts/bench.py --help             # every workload and option
 
-The workloads are in `scripts/benchmarks/`, beside those that it shares with `cb-rollout bench`.
+The workloads are in `scripts/benchmarks/`.
 """
 
 import argparse
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from cb_rollout.tools.cli.bench import add_options, checked_folder
-from cb_rollout.tools.cli.command import CommandParser, require_packages
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.tools.cli.command import CommandParser, require_packages, require_writable
 
 
 class BenchCommand(NamedTuple):
@@ -25,6 +25,11 @@ class BenchCommand(NamedTuple):
     packages: tuple[str, ...] = ()
     requirement: str = "cb_rollout"
 
+
+PACKAGES = ("psutil", "tokenizers", "torch", "transformers")
+
+# The module of their sizes loads torch.
+MODELS = ("small", "135m", "0.6b")
 
 TRAINING_PACKAGES = ("datasets", "trl")
 
@@ -104,7 +109,8 @@ WORKLOADS = {
 }
 
 DESCRIPTION = """\
-Time cb_rollout beside its peers and write what was measured as JSON, as `cb-rollout bench` does.
+Time cb_rollout beside its peers and write what was measured as JSON. Models have random
+weights, or are SmolLM2 itself; nothing is downloaded.
 All contenders run in this process, except vLLM, which `rollout` starts where CB_ROLLOUT_VLLM_PYTHON
 names the Python of an environment with vLLM."""
 
@@ -122,16 +128,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="rollout",
         help="one of the workloads below (rollout)",
     )
-    add_options(parser, BENCHMARKS)
+    _add_options(parser)
     parser.set_run(_run)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 
 
+def _add_options(parser: CommandParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    text = "turns of each contender (3)"
+    parser.add_argument("--repetitions", type=int, metavar="N", default=3, help=text)
+    text = "of model.generate (each workload's own)"
+    parser.add_argument("--batch-size", type=int, metavar="N", help=text)
+    devices, text = ("auto", "cpu", "cuda"), "auto: a GPU where there is one"
+    parser.add_argument("--device", choices=devices, default="auto", help=text)
+    text = (
+        "where NAME_DEVICE.json, with --model NAME_MODEL_DEVICE.json, is written over an older "
+        f"one; made if missing ({BENCHMARKS})"
+    )
+    parser.add_argument("--output-dir", metavar="DIR", type=Path, help=text)
+    either = parser.add_mutually_exclusive_group()
+    text = "sizes of the model and the workload (small on a CPU, 0.6b on a GPU)"
+    either.add_argument("--model", choices=MODELS, help=text)
+    text = "see whether a workload runs; its figures say nothing of speed"
+    either.add_argument("--tiny", action="store_true", help=text)
+
+
 def _run(arguments: argparse.Namespace) -> int:
     name, command = arguments.workload, WORKLOADS[arguments.workload]
+    folder = arguments.output_dir or BENCHMARKS
+    for option in ("repetitions", "batch_size"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ConfigurationError(f"--{option.replace('_', '-')} {value} is below 1.")
+    if arguments.tiny and arguments.output_dir is None:
+        raise ConfigurationError("--tiny says nothing of speed; give it an --output-dir.")
+    require_packages(f"the bench {name!r}", PACKAGES, "cb_rollout")
     require_packages(f"the bench {name!r}", command.packages, command.requirement)
-    folder = checked_folder(name, arguments, BENCHMARKS)
+    require_writable(folder)
     print(f"\nwritten to {run_workload(name, command.module, arguments, folder)}")
     return 0
 
@@ -143,11 +177,11 @@ def run_workload(name: str, module: str, options: argparse.Namespace, folder: Pa
         ConfigurationError: the device is missing.
     """
     # Imported late: torch and transformers take seconds to load, and packages may be missing.
+    from benchmarks.harness.records import write_record
     from benchmarks.harness.table import print_table
+    from benchmarks.harness.workload import DEFAULT_MODELS
     from benchmarks.sizes import MODELS, TINY, Setup
     from cb_rollout.rollout.checkpoint import torch_device
-    from cb_rollout.tools.bench.run import write_record
-    from cb_rollout.tools.bench.workload import DEFAULT_MODELS
 
     device = torch_device(options.device).type
     model = options.model or DEFAULT_MODELS[device]

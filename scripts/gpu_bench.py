@@ -23,17 +23,18 @@ from typing import Any
 import torch
 
 from benchmarks.attention import bench_stages
+from benchmarks.harness.contenders import Contender, generate, ours, transformers_batching
+from benchmarks.harness.records import describe_machine
 from benchmarks.peers.vllm_process import vllm_contenders
 from benchmarks.roofline.machine import bandwidth
 from benchmarks.sizes import MODELS, QWEN3
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.run import describe_machine, timed
-from cb_rollout.tools.bench.workload import (
+from cb_rollout.tools.bench import (
     Workload,
     create_model,
     long_tailed_lengths,
     random_prompts,
+    timed,
 )
 
 GIB = 1 << 30

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.harness.records import describe_machine, save_record
 from cb_rollout import GenerationOutput, RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.run import describe_machine, save_record
 from smollm2 import smollm2_folder
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"

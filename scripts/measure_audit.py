@@ -35,10 +35,10 @@ from transformers import (
 )
 
 from audit_engines import transformers_manager, vllm
+from benchmarks.harness.records import describe_machine
 from cb_rollout import GenerationOutput, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import Cause
-from cb_rollout.tools.bench.run import describe_machine
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config
 
+from benchmarks.harness.records import describe_machine, save_record
 from cb_rollout.packing.batch import PackedRow, PackingLayout, pack
 from cb_rollout.packing.logprobs import _scored
-from cb_rollout.tools.bench.run import describe_machine, save_record
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 

@@ -31,7 +31,7 @@ from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.tools.bench.run import timed
+from cb_rollout.tools.bench import timed
 
 CPU = torch.device("cpu")
 

@@ -23,8 +23,9 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from benchmarks.harness.workload import LLAMA_135M
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.workload import LLAMA_135M, long_tailed_lengths
+from cb_rollout.tools.bench import long_tailed_lengths
 
 ROUNDS = 3
 NUM_PICTURES, NUM_COMPLETIONS = 8, 8

@@ -25,10 +25,10 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.harness.records import describe_machine, save_record
 from cb_rollout import RolloutConfig, attach, detach
 from cb_rollout.packing import batch as packing
 from cb_rollout.packing.batch import PackedRow
-from cb_rollout.tools.bench.run import describe_machine, save_record
 from smollm2 import smollm2_folder
 
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"

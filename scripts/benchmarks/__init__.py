@@ -1,10 +1,14 @@
-"""The instruments of this repository: workloads of `scripts/bench.py` that the wheel does not have.
+"""The instruments of this repository: workloads of `scripts/bench.py`.
 
-Every workload is a function `bench_NAME(setup)`, as in `cb_rollout.tools.bench`, whose workloads,
-contenders and clocks these use. `sizes` has the sizes of each; `peers` has more contenders, vLLM
-among them; `roofline` counts kernels and products; `cluster` measures and simulates several
-engines.
+Every workload is a function `bench_NAME(setup)`. `sizes` has the sizes of each; the contenders that
+the wheel has too run by `cb_rollout.tools.bench`; `peers` has more, vLLM among them; `roofline`
+counts kernels and products; `cluster` measures and simulates several engines.
 """
 
-# Sets the environment that transformers, trl and wandb read when they are imported.
-import cb_rollout.tools.bench  # noqa: F401
+import os
+
+# These must be set before transformers, trl and wandb are imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")

@@ -20,7 +20,7 @@ from cb_rollout.engine.attention.shared_prefix import (
 from cb_rollout.engine.cuda_graphs import graphs
 from cb_rollout.engine.cuda_graphs.capture import Replay
 from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
-from cb_rollout.tools.bench.run import timed
+from cb_rollout.tools.bench import timed
 
 # Stages of the loop over keys. Triton compiles four as three.
 STAGES = (2, 3, 5)

@@ -22,12 +22,12 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.harness.contenders import Contender, generate, ours, transformers_batching
 from benchmarks.rollout import race
 from benchmarks.sizes import Setup
 from benchmarks.step import QUIET, GenerationPath, bench_batch
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.workload import SEED, Workload
+from cb_rollout.tools.bench import SEED, Workload
 from smollm2 import smollm2_folder
 
 TASKS = (

@@ -6,7 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from cb_rollout.tools.bench.workload import EOS, create_model
+from benchmarks.harness.workload import EOS
+from cb_rollout.tools.bench import create_model
 
 
 @torch.no_grad()

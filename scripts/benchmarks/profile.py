@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 import cb_rollout
+from benchmarks.harness.contenders import Contender, ours
+from benchmarks.harness.workload import long_tailed
 from benchmarks.sizes import Setup
 from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
@@ -28,9 +30,7 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.service.loop import EngineLoop
-from cb_rollout.tools.bench.contenders import Contender, ours
-from cb_rollout.tools.bench.run import synchronize, timed
-from cb_rollout.tools.bench.workload import SEED, Workload, create_model, long_tailed
+from cb_rollout.tools.bench import SEED, Workload, create_model, synchronize, timed
 
 # Names of the wrapped functions that were running, outermost first.
 CallPath = tuple[str, ...]

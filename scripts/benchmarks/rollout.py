@@ -12,7 +12,9 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+from benchmarks.harness.contenders import Contender, generate, ours, transformers_batching
 from benchmarks.harness.timing import throughputs
+from benchmarks.harness.workload import equal_lengths, long_tailed
 from benchmarks.peers.contenders import of_another_model, served
 from benchmarks.peers.vllm_process import vllm_contenders
 from benchmarks.roofline.machine import (
@@ -23,21 +25,32 @@ from benchmarks.roofline.machine import (
     products_counted,
     products_seconds,
 )
-from benchmarks.sizes import Setup
-from cb_rollout.tools.bench.contenders import Contender, ours, transformers_batching
-from cb_rollout.tools.bench.run import races
-from cb_rollout.tools.bench.workload import (
-    Workload,
-    create_model,
-    equal_lengths,
-    long_tailed,
-)
+from benchmarks.sizes import Setup, Sizes
+from cb_rollout.tools.bench import BATCH_SIZE, Workload, create_model
 
 
 def bench_rollout(setup: Setup) -> dict[str, Any]:
     """Return tokens per second of long-tailed groups and of equal lengths."""
     workloads = races(setup.sizes, setup.batch_size)
     return race(create_model(setup.sizes.shape, setup.device), workloads, setup)
+
+
+def races(
+    sizes: Sizes, batch_size: int | None = None
+) -> dict[str, tuple[Workload, dict[str, Contender]]]:
+    """Return the workloads by name, with contenders; `batch_size`: of `generate`, or the best."""
+
+    def contenders(best: int) -> dict[str, Contender]:
+        return {
+            "cb_rollout": ours(),
+            "transformers CB": transformers_batching(),
+            "model.generate": generate(batch_size or best),
+        }
+
+    return {
+        "long_tailed_groups": (long_tailed(sizes), contenders(BATCH_SIZE)),
+        "equal_lengths": (equal_lengths(sizes), contenders(sizes.num_sequences)),
+    }
 
 
 def race(

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import cb_rollout
+from benchmarks.harness.contenders import Contender, generate, ours, transformers_batching
 from benchmarks.harness.timing import Turn, take_turn, throughput
+from benchmarks.harness.workload import equal_lengths
 from benchmarks.sizes import Setup
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
-from cb_rollout.tools.bench.contenders import Contender, generate, ours, transformers_batching
-from cb_rollout.tools.bench.workload import SEED, Workload, create_model, equal_lengths
+from cb_rollout.tools.bench import SEED, Workload, create_model
 
 # Larger batches of `generate` are slower on the CPU model.
 LARGEST_BATCH = 128

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from cb_rollout.tools.bench import workload
-from cb_rollout.tools.bench.workload import CPU, GPU, LLAMA_135M, QWEN3_SMALLEST
+from benchmarks.harness import workload
+from benchmarks.harness.workload import CPU, GPU, LLAMA_135M
+from cb_rollout.tools.bench import QWEN3_SMALLEST
 
 QWEN3: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3_SMALLEST,

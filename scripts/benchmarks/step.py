@@ -20,13 +20,14 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import cb_rollout
+from benchmarks.harness.contenders import BATCHING_SETTINGS, ours
+from benchmarks.harness.records import summary
 from benchmarks.harness.timing import ResidentPeak, throughputs
+from benchmarks.harness.workload import long_tailed
 from benchmarks.models import create_ending_model, word_tokenizer
 from benchmarks.sizes import Setup, Sizes
 from cb_rollout.engine.memory.device import empty_cache
-from cb_rollout.tools.bench.contenders import BATCHING_SETTINGS, batching_fields, ours
-from cb_rollout.tools.bench.run import summary, synchronize
-from cb_rollout.tools.bench.workload import create_model, long_tailed
+from cb_rollout.tools.bench import batching_fields, create_model, synchronize
 
 # Records, which no other contender writes.
 QUIET = {"record_num_sequences": 0}

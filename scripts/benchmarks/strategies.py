@@ -13,6 +13,8 @@ import statistics
 from typing import Any, NamedTuple
 
 import cb_rollout
+from benchmarks.harness.records import summary
+from benchmarks.harness.workload import long_tailed
 from benchmarks.models import create_ending_model
 from benchmarks.sizes import Setup
 from cb_rollout.strategies import (
@@ -25,8 +27,7 @@ from cb_rollout.strategies import (
     RequestStream,
     Strategy,
 )
-from cb_rollout.tools.bench.run import summary, timed
-from cb_rollout.tools.bench.workload import SEED, long_tailed
+from cb_rollout.tools.bench import SEED, timed
 
 NUM_PROCESSES = 4
 

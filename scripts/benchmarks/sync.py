@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.sizes import Setup
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.tools.bench.run import timed
-from cb_rollout.tools.bench.workload import SEED, create_model
+from cb_rollout.tools.bench import SEED, create_model, timed
 
 PROMPTS = [[2, 3, 4]] * 4
 PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)

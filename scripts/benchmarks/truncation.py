@@ -20,8 +20,7 @@ from transformers.generation.logits_process import (
 from benchmarks.sizes import Setup
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.sampling.truncation import create_truncation, truncate
-from cb_rollout.tools.bench.run import timed
-from cb_rollout.tools.bench.workload import SEED
+from cb_rollout.tools.bench import SEED, timed
 
 PARAMS = {
     "top_k=20": SamplingParams(top_k=20),

@@ -10,6 +10,7 @@ from torch.utils._triton import has_triton
 
 pytest.importorskip("triton")
 
+from benchmarks.harness.workload import TINY
 from benchmarks.roofline.compiled import PROPERTIES, Form, Plan, _plan
 from benchmarks.roofline.inductor_kernels import (
     GeneratedKernel,
@@ -19,7 +20,6 @@ from benchmarks.roofline.inductor_kernels import (
     _pretended,
 )
 from benchmarks.roofline.steps import Rows, engine_decode
-from cb_rollout.tools.bench.workload import TINY
 
 # Weights of 16 rows each, so that a copy places them side by side.
 SHAPE = TINY.shape | {"num_hidden_layers": 6}

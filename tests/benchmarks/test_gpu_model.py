@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.harness.workload import TINY
 from benchmarks.roofline import gpu_model, optimizations
 from benchmarks.roofline.cards import CARDS, HOST_SECONDS, KERNEL_SECONDS, Card
 from benchmarks.roofline.gpu_model import ideal_decode, ideal_prefill, memory_bytes
@@ -33,7 +34,7 @@ from benchmarks.roofline.stretches import STEPS, Programs, cut_by_list
 from benchmarks.roofline.tensors import DEVICE, CudaTensor
 from benchmarks.roofline.vllm_kernels import LayerSizes, vllm_step
 from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
-from cb_rollout.tools.bench.workload import TINY, create_model
+from cb_rollout.tools.bench import create_model
 
 pytest.importorskip("triton")
 

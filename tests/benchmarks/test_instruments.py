@@ -12,6 +12,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 import gpu_bench
 from benchmarks import attention, grpo, sizes, step
+from benchmarks.harness.contenders import Contender
+from benchmarks.harness.workload import TINY
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE
 from benchmarks.profile import WrappedFunction, wrapped
 from benchmarks.roofline import machine
@@ -24,12 +26,7 @@ from benchmarks.roofline.machine import (
 )
 from benchmarks.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.engine.attention.triton import launch
-from cb_rollout.tools.bench.contenders import Contender
-from cb_rollout.tools.bench.workload import (
-    TINY,
-    Workload,
-    create_model,
-)
+from cb_rollout.tools.bench import Workload, create_model
 
 
 class Kitchen:

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from benchmarks import rollout
+from benchmarks.harness.contenders import Contender
 from benchmarks.harness.timing import interleaved
 from benchmarks.peers.vllm_process import PYTHON_VARIABLE, vllm_contenders
 from benchmarks.sizes import TINY, Setup
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.tools.bench import run as shipped
-from cb_rollout.tools.bench.contenders import Contender
-from cb_rollout.tools.bench.workload import Workload, create_model
+from cb_rollout.tools.bench import Workload, create_model
 
 # Logs where vLLM does. A first prompt of 13 fails, and one of 14 ends a token too early.
 STUB = """
@@ -101,8 +100,8 @@ def test_one_process_answers_every_turn_with_its_prefix_cache_emptied(model, cal
 @pytest.mark.filterwarnings("default")
 def test_a_rollout_has_vllm_as_a_contender(calls, monkeypatch):
     idle = Contender(lambda *_: contextlib.nullcontext(lambda _: None), "does nothing")
-    monkeypatch.setattr(shipped, "transformers_batching", lambda: idle)
-    monkeypatch.setattr(shipped, "generate", lambda _: idle)
+    monkeypatch.setattr(rollout, "transformers_batching", lambda: idle)
+    monkeypatch.setattr(rollout, "generate", lambda _: idle)
     monkeypatch.setattr(rollout, "matmul_flops", lambda *_: 1.0)
     monkeypatch.setattr(rollout, "products_seconds", lambda *_: 1.0)
     results = rollout.bench_rollout(Setup(device="cpu", repetitions=1, sizes=TINY))

@@ -5,23 +5,15 @@ import sys
 import pytest
 import torch
 
+import bench
+from benchmarks.harness.contenders import generate, ours, transformers_batching
+from benchmarks.harness.records import summary
 from benchmarks.harness.table import number_text, print_table, times_better, value_text
 from benchmarks.harness.timing import ResidentPeak, take_turn
+from benchmarks.harness.workload import CPU, LLAMA_135M, MODELS, TINY, equal_lengths, long_tailed
 from benchmarks.models import create_ending_model
 from benchmarks.roofline.machine import matmul_parameters, needed_flops
-from cb_rollout.tools.bench.contenders import generate, ours, transformers_batching
-from cb_rollout.tools.bench.run import summary
-from cb_rollout.tools.bench.workload import (
-    CPU,
-    LLAMA_135M,
-    MODELS,
-    TINY,
-    Workload,
-    create_model,
-    equal_lengths,
-    long_tailed,
-)
-from cb_rollout.tools.cli import bench as cli_bench
+from cb_rollout.tools.bench import Workload, create_model
 
 
 def test_the_peak_counts_memory_that_was_freed():
@@ -67,7 +59,7 @@ def test_the_larger_shape_is_smollm_with_few_tokens():
 
 
 def test_the_command_line_names_every_model():
-    assert list(MODELS) == list(cli_bench.MODELS)
+    assert list(MODELS) == list(bench.MODELS)
 
 
 @pytest.mark.filterwarnings("default")
@@ -107,15 +99,13 @@ def test_a_value_has_three_digits(value, text):
 
 @pytest.mark.slow
 def test_the_command_needs_no_checkout(tmp_path):
-    tiniest = ("--tiny", "--repetitions", "1", "--device", "cpu")
-    command = [sys.executable, "-m", "cb_rollout", "bench", *tiniest]
+    create_model(TINY.shape, "cpu").save_pretrained(tmp_path / "tiny")
+    command = [sys.executable, "-m", "cb_rollout", "bench", "tiny", "--repetitions", "1", "--json"]
     done = subprocess.run(
-        [*command, "--output-dir", "here"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        [*command, "--device", "cpu"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "written to here/rollout_cpu.json"
-    assert json.loads((tmp_path / "here" / "rollout_cpu.json").read_text())["bench"] == "rollout"
+    rates = json.loads(done.stdout)
+    assert rates.pop("unit") == "tokens_per_second"
+    assert list(rates) == ["cb_rollout", "transformers CB", "model.generate"]
+    assert min(rates.values()) > 0

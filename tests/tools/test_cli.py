@@ -15,7 +15,6 @@ import bench
 from cb_rollout import __version__
 from cb_rollout.metrics.run_records import METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.cli import create_parser, demo, main
-from cb_rollout.tools.cli.bench import PACKAGES
 from cb_rollout.tools.cli.command import CommandParser
 from cb_rollout.tools.dataset import DatasetOptions
 
@@ -275,16 +274,11 @@ def test_a_workload_is_in_a_module_whose_packages_it_names():
     }
     assert {work.module for work in bench.WORKLOADS.values()} <= set(modules)
     # Torch needs numpy and sympy; only functions of workloads that name Triton import it.
-    own = {"cb_rollout", "benchmarks", "smollm2", "numpy", "sympy", "triton", *PACKAGES}
+    own = {"cb_rollout", "benchmarks", "smollm2", "numpy", "sympy", "triton", *bench.PACKAGES}
     for name, imported in modules.items():
         works = [work for work in bench.WORKLOADS.values() if work.module == name]
         asked_for = [set(work.packages) for work in works]
         assert all(imported - own <= packages for packages in asked_for or [set()]), name
-
-
-def test_the_bench_of_the_wheel_imports_what_it_names():
-    for path in (ROOT / "cb_rollout" / "tools" / "bench").glob("*.py"):
-        assert set(third_party_imports(path)) <= {"cb_rollout", *PACKAGES}
 
 
 def test_the_demo_names_every_package_that_its_recipe_imports():
@@ -295,7 +289,6 @@ def test_the_demo_names_every_package_that_its_recipe_imports():
 @pytest.mark.parametrize(
     ("package", "command", "requirement"),
     [
-        ("tokenizers", ["bench"], "cb_rollout"),
         ("trl", ["demo"], "cb_rollout"),
         ("tokenizers", ["demo"], "cb_rollout"),
     ],
@@ -318,15 +311,28 @@ def test_a_missing_package_is_named_with_what_installs_it(
     [
         (["--repetitions", "0"], "--repetitions 0 is below 1"),
         (["--batch-size", "-1"], "--batch-size -1 is below 1"),
+        (["--device", "tpu"], "--device tpu"),
+        (["no/such/checkpoint"], "no/such/checkpoint"),
+    ],
+)
+def test_an_error_of_bench_is_one_line(capsys, options, said):
+    assert main(["bench", *options]) == 2
+    assert said in the_fault(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--repetitions", "0"], "--repetitions 0 is below 1"),
         (["--tiny"], "--output-dir"),
         (["--output-dir", "taken"], "taken cannot be made (File exists)"),
         (["--output-dir", "/proc/self"], "/proc/self cannot be"),
     ],
 )
-def test_an_error_of_bench_is_one_line(capsys, monkeypatch, tmp_path, options, said):
+def test_an_error_of_the_checkouts_bench_is_one_line(capsys, monkeypatch, tmp_path, options, said):
     (tmp_path / "taken").write_text("a file")
     monkeypatch.chdir(tmp_path)
-    assert main(["bench", *options]) == 2
+    assert bench.main(options) == 2
     assert said in the_fault(capsys)
 
 
@@ -372,7 +378,7 @@ def test_the_version_is_the_packages(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["unknown"], ["report"], ["generate", "--model", "x"], ["bench", "x"]]
+    "argv", [[], ["unknown"], ["report"], ["generate", "--model", "x"], ["bench", "x", "y"]]
 )
 def test_wrong_options_exit_with_code_2(argv, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.contenders import Contender
 from benchmarks.harness.timing import throughputs
+from benchmarks.harness.workload import long_tailed
 from benchmarks.peers.contenders import ours_at_temperature
 from benchmarks.sizes import Setup
 from cb_rollout import RolloutConfig, SamplingParams
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray import RolloutPool
-from cb_rollout.tools.bench.contenders import Contender, Run
-from cb_rollout.tools.bench.run import timed
-from cb_rollout.tools.bench.workload import SEED, Workload, create_model, long_tailed
+from cb_rollout.tools.bench import SEED, Run, Workload, create_model, timed
 
 PARAMS = SamplingParams(ignore_eos=True)
 

@@ -26,8 +26,7 @@ from benchmarks.cluster.simulation import (
 )
 from benchmarks.sizes import Setup, Sizes
 from cb_rollout.integrations.ray import RolloutPool
-from cb_rollout.tools.bench.run import timed
-from cb_rollout.tools.bench.workload import SEED, create_model, long_tailed_lengths, random_prompts
+from cb_rollout.tools.bench import SEED, create_model, long_tailed_lengths, random_prompts, timed
 
 NOTE = (
     "Rows of `scenarios` are simulated, with assumed speeds; rows of `simulated` are simulated and "

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Self
 
 import psutil
 
-from cb_rollout.tools.bench.contenders import Contender
-from cb_rollout.tools.bench.run import summary, timed
-from cb_rollout.tools.bench.workload import Workload
+from benchmarks.harness.contenders import Contender
+from benchmarks.harness.records import summary
+from cb_rollout.tools.bench import Workload, timed
 
 # Reading the resident size takes microseconds; a decode step takes about this long.
 SAMPLE_SECONDS = 0.02

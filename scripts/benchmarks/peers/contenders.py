@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.harness.contenders import Contender, ours
 from benchmarks.models import word_tokenizer
 from cb_rollout import RolloutConfig, RolloutGenerator
-from cb_rollout.tools.bench.contenders import Contender, Run, ours
-from cb_rollout.tools.bench.workload import SEED, Workload
+from cb_rollout.tools.bench import SEED, Run, Workload
 
 # Clients run in a process of their own; each line of the input is one batch of requests.
 CLIENT = """

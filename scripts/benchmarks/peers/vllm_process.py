@@ -17,9 +17,9 @@ from typing import Any, Self
 
 import torch
 
+from benchmarks.harness.contenders import Contender
 from cb_rollout.errors import ConfigurationError, RolloutError
-from cb_rollout.tools.bench.contenders import Contender, Run
-from cb_rollout.tools.bench.workload import SEED, Workload
+from cb_rollout.tools.bench import SEED, Run, Workload
 
 PYTHON_VARIABLE = "CB_ROLLOUT_VLLM_PYTHON"
 

@@ -46,7 +46,7 @@ from cb_rollout.engine.attention.traced_forward import Traceable, TracedForward,
 from cb_rollout.engine.attention.triton.backend import TRACING
 from cb_rollout.engine.model.precision import Precision
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.tools.bench.workload import create_model
+from cb_rollout.tools.bench import create_model
 from cb_rollout.weights.replica import held_dtype, place
 from cb_rollout.weights.tensor import weights_of
 

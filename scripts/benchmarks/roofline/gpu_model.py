@@ -31,7 +31,7 @@ from benchmarks.roofline.stretches import stretches
 from benchmarks.roofline.vllm_kernels import BF16, VERSION, vllm_step
 from benchmarks.sizes import Setup
 from cb_rollout.engine.attention.shared_prefix import is_cut, max_stretches
-from cb_rollout.tools.bench.workload import create_model
+from cb_rollout.tools.bench import create_model
 
 if TYPE_CHECKING:
     from benchmarks.roofline.kernel_recorder import Kernel

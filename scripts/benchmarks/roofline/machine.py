@@ -21,8 +21,7 @@ from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.attention.selector import select_backend
-from cb_rollout.tools.bench.run import timed
-from cb_rollout.tools.bench.workload import Workload, create_model
+from cb_rollout.tools.bench import Workload, create_model, timed
 
 # Numbers of rows at which products are timed; times between two of them are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

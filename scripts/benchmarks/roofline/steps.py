@@ -38,7 +38,7 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import create_sampling_batch, sample
-from cb_rollout.tools.bench.workload import create_model
+from cb_rollout.tools.bench import create_model
 
 Shape = dict[str, Any]
 

@@ -1,0 +1,260 @@
+"""Time a rollout of a model beside transformers' continuous batching and `generate`.
+
+Contenders take turns, so that a slow spell of the machine meets all of them. Each is a context
+manager around what runs a workload. A checkout's `scripts/bench.py` has more workloads and peers.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, StoppingCriteria
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.rollout.checkpoint import load_model, torch_device
+from cb_rollout.rollout.generator import RolloutGenerator
+
+SEED = 0
+
+# The best for `generate` on a CPU: a larger batch waits longer for its longest sequence.
+BATCH_SIZE = 64
+
+# Of transformers' manager: most of a page of its default, 256, would be empty; its own checks need
+# room beyond a few tiny requests; a batch of as many tokens as cb_rollout's on a CPU.
+PAGE_SIZE, MIN_PAGES, MAX_BATCH_TOKENS = 32, 1024, 1024
+
+# Arguments of `AutoConfig.for_model`. The larger one is Qwen3-0.6B.
+SMALL_SHAPE: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+    "intermediate_size": 768, "tie_word_embeddings": True,
+}  # fmt: skip
+QWEN3_SMALLEST: dict[str, Any] = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+class Workload(NamedTuple):
+    """Prompts, and the number of tokens that each completion is forced to have."""
+
+    prompts: list[list[int]]
+    """One prompt for each completion; equal neighbours form a group."""
+    lengths: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+# Runs a workload, or a part of the one that the contender was made for.
+Run = Callable[[Workload], None]
+
+
+def random_prompts(
+    draws: random.Random, count: int, tokens: tuple[int, int], vocab_size: int
+) -> list[list[int]]:
+    """Return prompts of random ids, with lengths uniform between the two of `tokens`."""
+    return [
+        [draws.randrange(2, vocab_size) for _ in range(draws.randint(*tokens))]
+        for _ in range(count)
+    ]
+
+
+def long_tailed_lengths(
+    draws: random.Random, count: int, log_mean: float, longest: int
+) -> list[int]:
+    """Return completion lengths as in training: most short, a few very long."""
+    return [min(longest, max(1, int(draws.lognormvariate(log_mean, 0.9)))) for _ in range(count)]
+
+
+def long_tailed(
+    vocab_size: int,
+    num_prompts: int,
+    prompt_tokens: tuple[int, int],
+    log_mean: float,
+    longest: int,
+    num_completions: int = 8,
+) -> Workload:
+    """Return groups of completions with long-tailed lengths, as in a rollout of training."""
+    draws = random.Random(SEED)
+    prompts = random_prompts(draws, num_prompts, prompt_tokens, vocab_size)
+    return Workload(
+        [prompt for prompt in prompts for _ in range(num_completions)],
+        long_tailed_lengths(draws, num_prompts * num_completions, log_mean, longest),
+    )
+
+
+@contextmanager
+def ours(
+    model: Any,
+    _: Workload,
+    *,
+    temperature: float = 1.0,
+    syncs_weights: bool = True,
+    **settings: Any,
+) -> Iterator[Run]:
+    """Run by this package, with `settings` of `RolloutConfig` besides the seed."""
+    params = SamplingParams(ignore_eos=True, temperature=temperature)
+
+    def run(part: Workload) -> None:
+        outputs = generator.generate_batch(
+            part.prompts, sampling_params=params, max_new_tokens=part.lengths
+        ).values()
+        assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
+        if syncs_weights:
+            generator.sync_weights()
+
+    with RolloutGenerator(model, RolloutConfig(seed=SEED, **settings)) as generator:
+        # Some workloads have too few steps for the warm-up run to make the trace.
+        generator.manager.warmup()
+        yield run
+
+
+@contextmanager
+def transformers_batching(model: Any, workload: Workload, **settings: Any) -> Iterator[Run]:
+    """Run by a persistent manager of transformers' continuous batching, with log-probabilities."""
+    model.destroy_cached_continuous_batching_manager()
+    attention = model.config._attn_implementation
+    longest = [len(p) + n for p, n in zip(workload.prompts, workload.lengths, strict=True)]
+    fields = batching_fields(longest, model.device.type) | settings
+    manager = model.init_continuous_batching(
+        generation_config=GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=max(workload.lengths), eos_token_id=-1, pad_token_id=0,
+        ),
+        continuous_batching_config=ContinuousBatchingConfig(**fields, return_logprobs=True),
+    )  # fmt: skip
+    manager.start()
+
+    def run(part: Workload) -> None:
+        for prompt, length in zip(*part, strict=True):
+            manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+        num_done = 0
+        while num_done < len(part.prompts):
+            output = manager.get_result(timeout=600)
+            assert output is not None, "no result within ten minutes"
+            assert output.error is None, output.error
+            if output.is_finished():
+                num_done += 1
+                assert len(output.logprobs) == len(output.generated_tokens)
+
+    try:
+        yield run
+    finally:
+        manager.stop(block=True)
+        manager.destroy()
+        model.set_attn_implementation(attention)
+
+
+def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
+    """Return the fields of the fastest `ContinuousBatchingConfig`; `longest`: of each sequence."""
+    fields: dict[str, Any] = {"page_size": PAGE_SIZE}
+    # Clearing the tensors of the sizes that transformers infers from a CPU's memory takes seconds.
+    if device == "cpu":
+        num_pages = sum(-(-tokens // PAGE_SIZE) for tokens in longest)
+        fields |= {"num_blocks": max(MIN_PAGES, num_pages), "max_batch_tokens": MAX_BATCH_TOKENS}
+    return fields
+
+
+@contextmanager
+def generate(model: Any, _: Workload, *, batch_size: int) -> Iterator[Run]:
+    """Run by `model.generate` on left-padded batches; a batch ends with its longest sequence."""
+
+    def run(part: Workload) -> None:
+        for start in range(0, len(part.prompts), batch_size):
+            end = start + batch_size
+            _generate(model, part.prompts[start:end], part.lengths[start:end])
+
+    yield run
+
+
+class StopAtLengths(StoppingCriteria):
+    """End each row of `generate` at its own length."""
+
+    def __init__(self, prompt_width: int, lengths: list[int], device: torch.device) -> None:
+        self.ends = prompt_width + torch.tensor(lengths, device=device)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> Any:
+        return input_ids.shape[1] >= self.ends
+
+
+def _generate(model: Any, prompts: list[list[int]], lengths: list[int]) -> None:
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
+    starts = torch.tensor([width - len(p) for p in prompts], device=model.device)
+    mask = (torch.arange(width, device=model.device) >= starts[:, None]).long()
+    output = model.generate(
+        ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0,
+        stopping_criteria=[StopAtLengths(width, lengths, model.device)],
+    )  # fmt: skip
+    assert output.shape[1] == width + max(lengths), "generate ended elsewhere than asked"
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that `work` takes, the GPU's work included."""
+    synchronize()
+    started = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - started
+
+
+def synchronize() -> None:
+    """Wait until the GPU, if any, has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:
+    """Create a model with random weights: float32 on a CPU, else bfloat16.
+
+    `shape` and `overrides` are arguments of `AutoConfig.for_model`.
+    """
+    settings: dict[str, Any] = shape | {"eos_token_id": 1, "pad_token_id": 0} | overrides
+    config = AutoConfig.for_model(**settings)
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def turns(
+    name: str | None, device: str, repetitions: int, batch_size: int = BATCH_SIZE
+) -> Iterator[tuple[str, float]]:
+    """Yield a contender and its tokens per second, for each of its turns.
+
+    `name` is a checkpoint; None: random weights. ConfigurationError: no such checkpoint or device.
+    """
+    target = torch_device(device)
+    is_cpu = target.type == "cpu"
+    transformers.logging.set_verbosity_error()
+    if name is None:
+        model = create_model(SMALL_SHAPE if is_cpu else QWEN3_SMALLEST, target.type)
+    else:
+        model = load_model(name, "auto", device)
+    vocab_size = model.config.get_text_config().vocab_size
+    sizes = (8, (20, 60), 3.2, 256) if is_cpu else (16, (256, 512), 5.5, 1536)
+    workload = long_tailed(vocab_size, *sizes)
+    # A rollout of a model of real size takes minutes on a CPU.
+    warm_up = Workload(workload.prompts[:8], workload.lengths[:8])
+    contenders: dict[str, Any] = {
+        "cb_rollout": ours,
+        "transformers CB": transformers_batching,
+        "model.generate": partial(generate, batch_size=batch_size),
+    }
+    for _ in range(repetitions):
+        for row, contender in contenders.items():
+            # Made for each turn: transformers' manager changes the model's attention.
+            with contender(model, workload) as run:
+                run(warm_up)
+                yield row, workload.num_tokens / timed(partial(run, workload))
