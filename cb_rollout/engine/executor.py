@@ -24,7 +24,7 @@ from cb_rollout.engine.sampling.sampler import TokenSampler
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 from cb_rollout.errors import RolloutError, error_text
 from cb_rollout.metrics.registry import EngineCounters
-from cb_rollout.types import FinishReason, RequestStatus
+from cb_rollout.types import RequestStatus
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -84,8 +84,7 @@ class StepExecutor:
     def fail(self, requests: list[Request], error: Exception) -> list[Request]:
         name = "" if isinstance(error, RolloutError) else f"{type(error).__name__}: "
         for request in requests:
-            request.cause = error
-            request.end(RequestStatus.FAILED, FinishReason.ERROR, f"{name}{error}")
+            request.fail(f"{name}{error}", error)
             self._scheduler.retire(request)
         self._counters.requests_finished += len(requests)
         return requests

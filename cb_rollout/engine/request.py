@@ -220,8 +220,11 @@ class Request:
             yield
         except Exception as error:  # noqa: BLE001  the output reports it
             if not self.status.is_final:
-                message = f"{culprit} raised {type(error).__name__}: {error}"
-                self.end(RequestStatus.FAILED, FinishReason.ERROR, message)
+                self.fail(f"{culprit} raised {type(error).__name__}: {error}")
+
+    def fail(self, message: str, cause: Exception | None = None) -> None:
+        self.end(RequestStatus.FAILED, FinishReason.ERROR, message)
+        self.cause = cause
 
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
         assert not self.status.is_final, f"{self.request_id} ended twice"

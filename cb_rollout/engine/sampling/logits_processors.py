@@ -29,43 +29,41 @@ from transformers.generation.logits_process import (
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 
-# Takes the logits (float32, `[B, V]`) and the number of tokens each row has sampled (int64, B).
-Change = Callable[[torch.Tensor, torch.Tensor], None]
+# Changes logits, float32 `[B, V]`, in place, or returns changed ones.
+Change = Callable[[torch.Tensor], None]
+Processing = Callable[[torch.Tensor], torch.Tensor]
 
 # Takes a row's token ids (int64, `[1, T]`) and logits (float32, `[1, V]`); returns new logits.
 Processor = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
-class LogitsProcessing:
-    """The changes of a batch's logits, kept until its rows change."""
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        vocab_size: int,
-        device: torch.device,
-        never_sampled: Sequence[int] = (),
-    ) -> None:
-        """Collect the changes that the rows of `requests` ask for."""
-        rows = _Rows(requests, vocab_size, device)
-        created = (
-            _create_never_sampled(rows, never_sampled),
-            _create_bias(rows),
-            _create_of_rows(rows, _first_processors),
-            _create_penalties(rows),
-            _create_of_rows(rows, _later_processors),
-            _create_grammars(rows),
-        )
-        self._changes = [change for change in created if change is not None]
+def create_processing(
+    requests: Sequence[Request],
+    vocab_size: int,
+    device: torch.device,
+    never_sampled: Sequence[int] = (),
+) -> Processing:
+    """Return what changes a step's logits as `requests` ask for, while they are its rows."""
+    rows = _Rows(requests, vocab_size, device)
+    created = (
+        _create_never_sampled(rows, never_sampled),
+        _create_bias(rows),
+        _create_of_rows(rows, _first_processors),
+        _create_penalties(rows),
+        _create_of_rows(rows, _later_processors),
+        _create_grammars(rows),
+    )
+    changes = [change for change in created if change is not None]
 
     # Custom processors may hold parameters.
     @torch.no_grad()
-    def __call__(self, logits_BV: torch.Tensor, indices_B: torch.Tensor) -> torch.Tensor:
-        """Return changed float32 logits after `indices_B` (int64) sampled tokens of each row."""
-        logits_BV = logits_BV.clone()
-        for change in self._changes:
-            change(logits_BV, indices_B)
-        return logits_BV
+    def processed(logits_BV: torch.Tensor) -> torch.Tensor:
+        changed_BV = logits_BV.clone()
+        for change in changes:
+            change(changed_BV)
+        return changed_BV
+
+    return processed
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change |
         if token in (request.params.logit_bias or {})
     )
 
-    def forbid(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+    def forbid(logits_BV: torch.Tensor) -> None:
         allowed_K = logits_BV[rows_K, tokens_K]
         logits_BV.index_fill_(1, never_sampled_N, -math.inf)
         logits_BV[rows_K, tokens_K] = allowed_K
@@ -119,7 +117,7 @@ def _create_bias(rows: _Rows) -> Change | None:
     if not len(rows_K):
         return None
 
-    def add(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+    def add(logits_BV: torch.Tensor) -> None:
         logits_BV.index_put_((rows_K, tokens_K), values_K, accumulate=True)
 
     return add
@@ -141,7 +139,7 @@ def _create_penalties(rows: _Rows) -> Change | None:
     columns_3P1 = devices.to_device(given, rows.device, torch.float32).T[..., None]
     repetition_P1, presence_P1, frequency_P1 = columns_3P1
 
-    def penalize(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+    def penalize(logits_BV: torch.Tensor) -> None:
         # Padding, and tokens without a logit, go to one more column, dropped in the end.
         none, T = rows.vocab_size, max(request.num_tokens for request in requests)
         padded = [[*r.token_ids, *[none] * (T - r.num_tokens)] for r in requests]
@@ -168,7 +166,7 @@ def _create_of_rows(
     if not processors:
         return None
 
-    def process(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+    def process(logits_BV: torch.Tensor) -> None:
         for row, several in processors.items():
             ids_1T = rows.integers(rows.requests[row].token_ids)[None]
             scores_1V = logits_BV[row : row + 1].clone()
@@ -237,10 +235,9 @@ def _create_grammars(rows: _Rows) -> Change | None:
     matchers = {row: r.matcher for row, r in enumerate(rows.requests) if r.matcher is not None}
     if not matchers:
         return None
-
     rows_G = rows.integers(list(matchers))
 
-    def constrain(logits_BV: torch.Tensor, indices_B: torch.Tensor) -> None:
+    def constrain(logits_BV: torch.Tensor) -> None:
         allowed_GV = torch.zeros(len(matchers), rows.vocab_size, dtype=torch.bool)
         for allowed_V, (row, matcher) in zip(allowed_GV, matchers.items(), strict=True):
             with rows.requests[row].failing_with("the grammar"):

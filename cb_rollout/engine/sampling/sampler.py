@@ -16,9 +16,8 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import Sampled, SamplingBatch, create_sampling_batch, sample
-from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
+from cb_rollout.engine.sampling.logits_processors import Processing, create_processing
 from cb_rollout.metrics.registry import EngineCounters
-from cb_rollout.types import FinishReason, RequestStatus
 
 
 class TokenSampler:
@@ -41,7 +40,7 @@ class TokenSampler:
         self._device = device
         self._mode = mode
         self._never_sampled = never_sampled
-        self._cached: tuple[list[Request], SamplingBatch, LogitsProcessing | None] | None = None
+        self._cached: tuple[list[Request], SamplingBatch, Processing | None] | None = None
 
     def forget_rows(self) -> None:
         self._cached = None
@@ -61,33 +60,28 @@ class TokenSampler:
         likely to have the same rows.
         """
         try:
-            kept_RV, results = self._sampled(requests, logits_BV, is_recurring)
+            batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
+            indices_B = devices.to_device([r.num_generated for r in requests], self._device)
+            processed_BV = None if processing is None else processing(logits_BV)
+            sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
+            results = _to_host(sampled)
         except Exception as error:
             if devices.is_out_of_memory(error):
                 raise
             self.forget_rows()
             if len(requests) == 1:
-                _fail_with(requests[0], error)
+                (request,) = requests
+                if not request.status.is_final:
+                    cause = f"raised {type(error).__name__}: {error}"
+                    action = f"sampling after {request.num_tokens} tokens"
+                    request.fail(f"{action} {cause}; change its sampling parameters.", error)
                 return 0
             middle = len(requests) // 2
             return sum(
                 self.extend(requests[half], logits_BV[half], policy_version, is_recurring=False)
                 for half in (slice(middle), slice(middle, None))
             )
-        return self.append(requests, results, policy_version, kept_RV)
-
-    def _sampled(
-        self,
-        rows: Sequence[Request],
-        logits_BV: torch.Tensor,
-        is_recurring: bool,
-    ) -> tuple[torch.Tensor | None, "HostSampled"]:
-        """Return the mask of kept tokens, and each row's next token."""
-        batch, processing = self._prepared(rows, logits_BV.shape[-1], is_recurring)
-        indices_B = devices.to_device([request.num_generated for request in rows], self._device)
-        processed_BV = None if processing is None else processing(logits_BV, indices_B)
-        sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
-        return sampled.kept_RV, _to_host(sampled)
+        return self.append(requests, results, policy_version, sampled.kept_RV)
 
     def append(
         self,
@@ -120,14 +114,14 @@ class TokenSampler:
 
     def _prepared(
         self, requests: Sequence[Request], vocab_size: int, is_recurring: bool
-    ) -> tuple[SamplingBatch, LogitsProcessing | None]:
+    ) -> tuple[SamplingBatch, Processing | None]:
         if is_recurring and self._cached is not None and self._cached[0] == requests:
             return self._cached[1:]
         never_sampled = [token for token in self._never_sampled if token < vocab_size]
         batch = create_sampling_batch(requests, self._device, never_sampled)
         processing = None
         if any(request.is_adjusted for request in requests):
-            processing = LogitsProcessing(requests, vocab_size, self._device, never_sampled)
+            processing = create_processing(requests, vocab_size, self._device, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
@@ -182,12 +176,12 @@ def append_row(
     if not results.is_valid[row]:
         advice = "look at the weights (a diverged step?) or raise rollout_dtype."
         logits = f"the model's logits after {request.num_tokens} tokens"
-        _fail(request, f"{logits} are NaN or infinite; {advice}")
+        request.fail(f"{logits} are NaN or infinite; {advice}")
         return False
     if results.is_possible and not results.is_possible[row]:
         cause = f"{', '.join(request.params.adjustments)} left no finite score to sample from"
         advice = "loosen them, or lower max_new_tokens."
-        _fail(request, f"after {request.num_tokens} tokens none may follow: {cause}; {advice}")
+        request.fail(f"after {request.num_tokens} tokens none may follow: {cause}; {advice}")
         return False
     request.append(results.tokens[row], results.logprobs[row], policy_version, top_logprobs)
     return True
@@ -204,14 +198,3 @@ def _top_logprobs(
         pairs = zip(ids[:wanted], values[:wanted], strict=True)
         top[request] = [(token, value) for token, value in pairs if value > -torch.inf]
     return top
-
-
-def _fail_with(request: Request, error: Exception) -> None:
-    if not request.status.is_final:
-        request.cause = error
-        cause = f"raised {type(error).__name__}: {error}; change its sampling parameters."
-        _fail(request, f"sampling after {request.num_tokens} tokens {cause}")
-
-
-def _fail(request: Request, message: str) -> None:
-    request.end(RequestStatus.FAILED, FinishReason.ERROR, message)

@@ -25,7 +25,6 @@ from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.stop_strings import Decode, StopStrings
 from cb_rollout.errors import InvalidRequestError
-from cb_rollout.types import FinishReason, RequestStatus
 
 # A caller's own id may match too, and generated ids must avoid it.
 _GENERATED_ID = re.compile(r"req_([0-9]{1,18})")
@@ -125,8 +124,7 @@ class InputProcessor:
                     matcher=None if wanted.grammar is None else wanted.grammar.matcher(),
                 )
                 if refusal is not None:
-                    request.end(RequestStatus.FAILED, FinishReason.ERROR, str(refusal))
-                    request.cause = refusal
+                    request.fail(str(refusal), refusal)
                 requests.append(request)
         return requests
 

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling import logits_processors
-from cb_rollout.engine.sampling.logits_processors import LogitsProcessing
+from cb_rollout.engine.sampling.logits_processors import create_processing
 from cb_rollout.errors import InvalidRequestError
 
 CPU = torch.device("cpu")
@@ -98,8 +98,8 @@ def reference(request, logits_1V):
 
 
 def processed(requests, logits_BV, processing=None):
-    processing = processing or LogitsProcessing(requests, VOCAB_SIZE, CPU)
-    return processing(logits_BV, torch.tensor([r.num_generated for r in requests]))
+    processing = processing or create_processing(requests, VOCAB_SIZE, CPU)
+    return processing(logits_BV)
 
 
 @pytest.mark.parametrize("num_generated", range(6))
@@ -193,7 +193,7 @@ def test_rows_may_join_leave_and_come_back_between_steps():
     processing, present = None, None
     for step, wanted in enumerate(memberships * 3):
         if wanted is not present:
-            processing = LogitsProcessing(wanted, VOCAB_SIZE, CPU)
+            processing = create_processing(wanted, VOCAB_SIZE, CPU)
             present = wanted
         logits_BV = random_logits(step, len(wanted))
         kept_BV = processed(wanted, logits_BV, processing)
