@@ -21,7 +21,6 @@ from cb_rollout.engine.cuda_graphs import selection
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath, choose_compilation, create_graphs
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.images.check import check_images
-from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.sizing import (
     gathered_bytes_per_token,
     require_room,
@@ -97,9 +96,8 @@ class Engine:
         never_sampled = multimodal.never_sampled_token_ids(model)
         with devices.plain_modes(), self._computing():
             self._probe()
-        self._storage = CacheStorage(
-            self.layout, self.limits, self.memory_plan, self.device, self._all_reduce_min
-        )
+        cache = self.layout, self.memory_plan, self.device
+        self._storage = CacheStorage(*cache, self._all_reduce_min)
         self._scheduler = Scheduler(
             self.limits, self.counters, self._grow, config.scheduler_type, self._record_routes
         )
@@ -342,10 +340,6 @@ class Engine:
         plan()
         self.release_cache()
 
-    def has_checked(self, images: PromptImages) -> bool:
-        """Return whether prompts with images like these were checked."""
-        return images.kind in self._runner.cuts_images
-
     def check_images(self, request: Request) -> None:
         """Raise `ConfigurationError` if the model takes no images, or computes them differently."""
         assert request.images is not None
@@ -362,7 +356,7 @@ class Engine:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""
         self._runner.packed_linear.forget()
         self._scheduler.reset(self.limits)
-        self._storage.release(self.limits, self.memory_plan, self.layout)
+        self._storage.release(self.layout, self.memory_plan)
         self._executor.reset(self._graphs)
 
     def recompute(self, request: Request) -> list[float]:

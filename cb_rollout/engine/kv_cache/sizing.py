@@ -61,7 +61,15 @@ def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) 
         f"{plan.training.reserve / GIB:.3f}, a forward {plan.forward_bytes / GIB:.3f}, and a "
         f"block of {config.block_size} tokens {plan.bytes_per_block / GIB:.3f}"
     )
-    for name, numbers in _defaults(plan, device).items():
+    # The likeliest settings to leave no memory come first.
+    defaults: dict[str, dict[str, Any]] = {
+        "block_size": {"block_size": RolloutConfig.block_size},
+        "max_requests_per_batch": {"max_requests": devices.max_requests_per_batch(device)},
+        "max_batch_tokens": {"max_batch_tokens": devices.max_batch_tokens(device)},
+        "training_reserve_gib": {"training": replace(plan.training, set_reserve=None)},
+        "max_memory_percent": {"max_memory_percent": RolloutConfig.max_memory_percent},
+    }
+    for name, numbers in defaults.items():
         value, default = getattr(config, name), getattr(RolloutConfig, name)
         if value != default and (other := create_memory_plan(replace(plan, **numbers))).has_room:
             turn = "raise" if name == "max_memory_percent" else "lower"
@@ -73,14 +81,3 @@ def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) 
         f"no memory for a KV cache: {found}; raise max_memory_percent, lower training_reserve_gib, "
         f"max_batch_tokens or max_requests_per_batch, or free some on {device}.\n{plan}"
     )
-
-
-def _defaults(plan: MemoryPlan, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return settings that may leave no memory, the likeliest first, and the plan's default."""
-    return {
-        "block_size": {"block_size": RolloutConfig.block_size},
-        "max_requests_per_batch": {"max_requests": devices.max_requests_per_batch(device)},
-        "max_batch_tokens": {"max_batch_tokens": devices.max_batch_tokens(device)},
-        "training_reserve_gib": {"training": replace(plan.training, set_reserve=None)},
-        "max_memory_percent": {"max_memory_percent": RolloutConfig.max_memory_percent},
-    }

@@ -13,7 +13,6 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan
-from cb_rollout.engine.request import Limits
 from cb_rollout.errors import OutOfCacheMemoryError
 
 _LOGGER = logging.getLogger(__name__)
@@ -30,13 +29,12 @@ class CacheStorage:
     def __init__(
         self,
         layout: CacheLayout,
-        limits: Limits,
         plan: MemoryPlan,
         device: torch.device,
         all_reduce_min: Callable[[int], int] = int,
     ) -> None:
         """Allocate nothing yet; the processes of `all_reduce_min` must allocate the same blocks."""
-        self._layout, self._limits, self._plan, self._device = layout, limits, plan, device
+        self._layout, self._plan, self._device = layout, plan, device
         self._all_reduce_min = all_reduce_min
         self._num_blocks = 0
 
@@ -44,14 +42,13 @@ class CacheStorage:
     def num_bytes(self) -> int:
         return self.cache.num_bytes if self.is_allocated else 0
 
-    def release(self, limits: Limits, plan: MemoryPlan, layout: CacheLayout | None = None) -> None:
-        """Release the memory; the next allocation follows these limits, this plan and layout."""
+    def release(self, layout: CacheLayout, plan: MemoryPlan) -> None:
+        """Release the memory; the next allocation follows this layout and plan."""
         if self.is_allocated:
             self.is_allocated, self._num_blocks = False, 0
             del self.cache, self.table
             devices.empty_cache(self._device)
-        self._limits, self._plan = limits, plan
-        self._layout = layout or self._layout
+        self._layout, self._plan = layout, plan
 
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
@@ -59,8 +56,8 @@ class CacheStorage:
         The plan may allow less than these, or fix another number. Raises `OutOfCacheMemoryError` if
         there is no memory for `at_least` blocks.
         """
-        wanted, size = self._plan.num_blocks, self._limits.block_size
-        num_rows = self._limits.max_requests
+        wanted, size = self._plan.num_blocks, self._plan.block_size
+        num_rows = self._plan.num_slots
         if not self._plan.is_fixed:
             wanted = min(num_blocks, wanted)
         at_least = min(at_least, wanted)

@@ -397,7 +397,7 @@ class ContinuousBatchingManager:
         The first prompt with an image, and the first with several, also runs by a plain forward.
         """
         for request in requests:
-            if request.images is not None and not self.engine.has_checked(request.images):
+            if request.images is not None and request.images.kind not in self.engine.cuts_images:
                 with self.loop.paused():
                     self.pauses.require_weights()
                     self.engine.check_images(request)

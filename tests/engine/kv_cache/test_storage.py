@@ -9,7 +9,6 @@ from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import MemoryModel, TrainingBytes, create_memory_plan
-from cb_rollout.engine.request import Limits
 from cb_rollout.errors import OutOfCacheMemoryError
 
 CPU = torch.device("cpu")
@@ -17,7 +16,6 @@ KEYS = TensorSpec((2, 4), torch.float32)
 LAYOUT = CacheLayout((LayerSpec(KEYS, KEYS),))
 BLOCK_SIZE = 4
 BLOCK_BYTES = LAYOUT.bytes_per_token * BLOCK_SIZE
-LIMITS = Limits(BLOCK_SIZE, 64, 3, can_share_blocks=True, can_resume_prompts=True, is_packed=True)
 
 
 def plan_of(num_blocks, is_fixed=False):
@@ -39,7 +37,7 @@ def plan_of(num_blocks, is_fixed=False):
 
 
 def storage_of(num_blocks=100, **settings):
-    return CacheStorage(LAYOUT, LIMITS, plan_of(num_blocks, **settings), CPU)
+    return CacheStorage(LAYOUT, plan_of(num_blocks, **settings), CPU)
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def test_memory_is_allocated_as_the_workload_needs_it_and_never_beyond_the_plan(
     assert (storage.num_bytes, storage.is_allocated) == (0, False)
     assert storage.allocate(7) == 7
     assert storage.num_bytes == 8 * BLOCK_BYTES, "with the null block"
-    storage.release(LIMITS, plan_of(100))
+    storage.release(LAYOUT, plan_of(100))
     assert storage.num_bytes == 0
     assert storage.allocate(1000) == 100
 
