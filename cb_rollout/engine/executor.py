@@ -114,7 +114,7 @@ class StepExecutor:
             ]
         )
         ends = [p.leader.num_computed + p.num_scheduled for p in prefills]
-        logits, computed, failed = self._forward([prefill.leader for prefill in prefills], ends)
+        logits_BV, computed, failed = self._forward([prefill.leader for prefill in prefills], ends)
         prefills = [prefills[row] for row in computed]
         self._counters.prefill_forwards += 1
         self._counters.prefill_tokens += sum(prefill.num_scheduled for prefill in prefills)
@@ -122,7 +122,7 @@ class StepExecutor:
         self._counters.images_encoded += sum(len(i.after(start)) for i, start in pictures if i)
         rows, requests = self._fork(prefills)
         if requests:
-            logits_BV = _joined(logits).index_select(0, devices.to_device(rows, self.device))
+            logits_BV = logits_BV.index_select(0, devices.to_device(rows, self.device))
             self._sample(logits_BV, requests, is_recurring=False)
             now = time.perf_counter()
             for request in requests:
@@ -179,18 +179,19 @@ class StepExecutor:
             return running
         survivors, failed = running, []
         if graphs is not None:
-            logits = [graphs.logits(ForwardBatch.of(running, lengths, *self._pages))]
+            logits_BV = graphs.logits(ForwardBatch.of(running, lengths, *self._pages))
         else:
-            logits, rows, failed = self._forward(running, lengths)
+            logits_BV, rows, failed = self._forward(running, lengths)
             survivors = [running[row] for row in rows]
         if survivors:
-            self._sample(_joined(logits), survivors, is_recurring=True)
-        self._complete_decode(survivors)
+            self._sample(logits_BV, survivors, is_recurring=True)
+        # A step without memory to sample runs again, or its sequences are preempted.
+        self._scheduler.complete_decode(survivors)
         return failed + survivors
 
     def _forward(
         self, requests: list[Request], ends: list[int]
-    ) -> tuple[list[torch.Tensor], list[int], list[Request]]:
+    ) -> tuple[torch.Tensor, list[int], list[Request]]:
         """Compute each sequence's tokens up to `ends` that are not computed yet.
 
         Returns logits and rows, as `run_isolated`, and the sequences that were ended since theirs
@@ -198,26 +199,22 @@ class StepExecutor:
         """
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
-            return self._runner.logits(
-                self._batch([requests[row] for row in rows], [ends[row] for row in rows])
-            )
+            chosen, lengths = [requests[row] for row in rows], [ends[row] for row in rows]
+            if prompts := [(r.prompt_ids, r.images) for r in chosen if r.images is not None]:
+                self._runner.image_inputs.find_positions(prompts)
+            routes = [self._known_routes(request) for request in chosen]
+            return self._runner.logits(ForwardBatch.of(chosen, lengths, *self._pages, routes))
 
         rows = range(len(requests))
         has_history = any(request.num_computed for request in requests)
         if self._is_split or (has_history and not self._can_repeat):
-            return [forward(rows)], list(rows), []
-        logits, computed, failures = run_isolated(forward, len(rows))
+            return forward(rows), list(rows), []
+        logits_BV, computed, failures = run_isolated(forward, len(rows))
         if failures and not computed and not self._runner.is_sound():
             raise failures[0][1]
         for row, error in failures:
             self.fail([requests[row]], error)
-        return logits, computed, [requests[row] for row, _ in failures]
-
-    def _batch(self, requests: list[Request], ends: list[int]) -> ForwardBatch:
-        if prompts := [(r.prompt_ids, r.images) for r in requests if r.images is not None]:
-            self._runner.image_inputs.find_positions(prompts)
-        routes = [self._known_routes(request) for request in requests]
-        return ForwardBatch.of(requests, ends, *self._pages, routes)
+        return logits_BV, computed, [requests[row] for row, _ in failures]
 
     @property
     def _pages(self) -> tuple[PagedCache, BlockTable]:
@@ -262,11 +259,6 @@ class StepExecutor:
         peak, num_used = self._counters.kv_blocks_peak, self._scheduler.pool.num_used
         self._counters.kv_blocks_peak = max(peak, num_used)
 
-    def _complete_decode(self, requests: list[Request]) -> None:
-        # After sampling: a step without memory for it runs again, or its sequences are preempted.
-        self._scheduler.complete_decode(requests)
-        self._counters.decode_forwards += 1
-
     # CUDA graphs. A step leaves the next one's inputs on the device, so the next step is launched
     # before this one's tokens are read. A sequence that turns out to have ended has one row too
     # many, whose token is dropped.
@@ -293,7 +285,7 @@ class StepExecutor:
             self.graphs.forget_rows()
         results = step.read(current)
         num_given = self._token_sampler.append(current, results, self._version)
-        self._complete_decode(current)
+        self._scheduler.complete_decode(current)
         return num_given
 
     def _launch_next(self, current: list[Request]) -> PendingStep | None:
@@ -327,30 +319,26 @@ class StepExecutor:
             self.graphs.forget_rows()
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def run_isolated(
     forward: Callable[[Sequence[int]], torch.Tensor], num_rows: int
-) -> tuple[list[torch.Tensor], list[int], list[tuple[int, Exception]]]:
+) -> tuple[torch.Tensor, list[int], list[tuple[int, Exception]]]:
     """Run a forward over rows `0 .. num_rows - 1`; where it raises, find the rows at fault.
 
     Halves are tried until the bad rows are alone: `k` of them cost about `2 k log2(num_rows)`
     forwards, and all others run. A `forward` that raises must leave the cache unchanged, or
     overwrite it when it runs again. An out-of-memory error is the caller's, who can make room.
 
-    Returns float32 `[rows, V]` parts that together hold the rows that ran, these rows, and each row
-    that raised with its exception.
+    Returns float32 logits `[rows, V]` of the rows that ran, these rows, and each row that raised
+    with its exception.
     """
-    logits: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
     computed: list[int] = []
     failures: list[tuple[int, Exception]] = []
     pending: list[Sequence[int]] = [range(num_rows)]
     while pending:
         rows = pending.pop()
         try:
-            logits.append(forward(rows))
+            parts.append(forward(rows))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -361,4 +349,5 @@ def run_isolated(
                 pending += [rows[middle:], rows[:middle]]
         else:
             computed.extend(rows)
-    return logits, computed, failures
+    logits_BV = parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0)])
+    return logits_BV, computed, failures

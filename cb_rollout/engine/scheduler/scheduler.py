@@ -250,6 +250,7 @@ class Scheduler:
 
     def complete_decode(self, requests: list[Request]) -> None:
         """Account for a decode step: after sampling all tokens but the newest are computed."""
+        self._counters.decode_forwards += 1
         size = self.limits.block_size
         for request in requests:
             num_before, num_computed = request.num_computed, len(request.token_ids) - 1
