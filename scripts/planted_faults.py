@@ -12,6 +12,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +200,10 @@ def margins(
                 continue
             with planted(fault, runner):
                 try:
-                    agreements = list(check.agreements(runner, layout, rows, expected))
+                    paged = partial(check._paged, runner, rows)
+                    agreements = [
+                        check.compare(runner, layout, reference, paged) for reference in expected
+                    ]
                 except UnsupportedAttentionError:
                     # The engine's own count of keys refuses it.
                     found[fault] = math.inf

@@ -91,9 +91,9 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
         runner = engine._runner
         rows, forwards = text_rows(runner), _forwards(engine.layout)
         with eval_mode(model):
-            direct = _paged(runner, engine.layout, rows)
+            direct = _paged(runner, rows, engine.layout)
             runner.attention_backend = None
-            gathered = _paged(runner, engine.layout, rows)
+            gathered = _paged(runner, rows, engine.layout)
             plain = _after_each([runner.plain_logits(row) for row in rows], forwards)
     assert len(rows[0]) > BLOCK_SIZE
     allowed = 3 * (gathered - plain).abs().mean() + 1e-3

@@ -3,8 +3,10 @@
 Runs in the thread of the first caller with such a prompt, while no step runs. V: vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -14,10 +16,10 @@ from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import PagedCache
 from cb_rollout.engine.memory import device as devices
-from cb_rollout.engine.model.check import attempt, pages_for, text_rows
+from cb_rollout.engine.model.check import attempt, difference, pages_for, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.engine.numerics.agreement import Reference, agrees, is_measurable, references
+from cb_rollout.engine.numerics.agreement import Reference, is_measurable, references
 from cb_rollout.errors import ConfigurationError, error_text
 
 
@@ -69,60 +71,52 @@ def check_images(
             is_measured=is_measurable(runner.model, len(row)),
             can_raise_precision=not runner.is_split,
         )
-        comparison = _Comparison(runner, layout, row, text, images, surest)
-        if not surest.is_higher:
-            comparison.run()
-            return
-        backend, runner.attention_backend = runner.attention_backend, None
-        try:
-            with runner.computing_in(surest.dtype):
-                replace(comparison, layout=layout.at_least(surest.dtype)).run()
-        finally:
-            runner.attention_backend = backend
-        replace(comparison, reference=own[0]).require([len(prompt_ids)])
+        _compare(_PagedPrompt(runner, row, text, images), layout, surest, own)
 
 
-@dataclass
-class _Comparison:
+def _compare(
+    prompt: "_PagedPrompt", layout: CacheLayout, surest: Reference, own: Sequence[Reference]
+) -> None:
+    """Refuse a model that differs; find whether a forward may begin between images."""
+    runner, images, num_prompt = prompt.runner, prompt.images, len(prompt.row) - 2
+
+    def found(num_first: int, reference: Reference) -> tuple[str, Exception | None]:
+        reference = replace(reference, noise=reference.noise.max().expand(3))
+        return difference(runner, layout, [reference], partial(prompt.logprobs, num_first))
+
+    def require(num_first: int, reference: Reference) -> None:
+        reason, failure = found(num_first, reference)
+        if reason:
+            raise ConfigurationError(
+                f"{type(runner.model).__name__} cannot run prompts with images on a paged cache: "
+                f"{reason}. Roll them out with model.generate."
+            ) from failure
+
+    backend, can_resume = runner.attention_backend, not layout.is_recurrent
+    if surest.is_higher:
+        runner.attention_backend = None
+    try:
+        require(num_prompt, surest)
+        if images.num_tokens < num_prompt and can_resume:
+            require(images.num_tokens, surest)
+        first = images.images[-1].tokens.start
+        can_cut = first > 0 and images.is_divided and can_resume
+        runner.cuts_images[images.kind] = can_cut and not found(first, surest)[0]
+    finally:
+        runner.attention_backend = backend
+    for reference in own:
+        require(num_prompt, reference)
+
+
+class _PagedPrompt(NamedTuple):
     """A prompt with images and its two next tokens, computed on pages in several ways."""
 
     runner: ModelRunner
-    layout: CacheLayout
     row: list[int]
     """The prompt and two tokens."""
     text: list[int]
     """Another prompt, without images, and two tokens."""
     images: PromptImages
-    reference: Reference
-    """Log-probabilities of the plain forward, after the prompt and after each of the two."""
-
-    def run(self) -> None:
-        """Refuse a model that differs; find whether a forward may begin between images."""
-        num_prompt, num_images = len(self.row) - 2, self.images.num_tokens
-        is_chunked = num_images < num_prompt and not self.layout.is_recurrent
-        self.require([num_prompt, num_images] if is_chunked else [num_prompt])
-        first = self.images.images[-1].tokens.start
-        can_cut = first > 0 and self.images.is_divided and not self.layout.is_recurrent
-        self.runner.cuts_images[self.images.kind] = can_cut and not self._difference([first])[0]
-
-    def require(self, ways: list[int]) -> None:
-        """Refuse a model that differs where a first forward computes this many tokens."""
-        found, failure = self._difference(ways)
-        if found:
-            raise ConfigurationError(
-                f"{type(self.runner.model).__name__} cannot run prompts with images on a paged "
-                f"cache: {found}. Roll them out with model.generate."
-            ) from failure
-
-    def _difference(self, ways: list[int]) -> tuple[str, Exception | None]:
-        for num_first in ways:
-            paged, failure = attempt(partial(self._paged, num_first))
-            if paged is None:
-                return f"its forward fails ({error_text(failure)})", failure
-            noise = self.reference.noise.max().expand(len(paged))
-            if not (agreement := agrees(paged, self.reference.values, noise)):
-                return f"log-probabilities are off its plain forward by {agreement}", None
-        return "", None
 
     def _prefilled(
         self, start: int, stop: int, images: PromptImages, pages: tuple[PagedCache, BlockTable]
@@ -133,14 +127,14 @@ class _Comparison:
         rows = [self.row[start:stop]], [stop], [0]
         return runner.logits(ForwardBatch(*rows, *pages, rope_sides=sides, images=images))
 
-    def _paged(self, num_first: int) -> torch.Tensor:
+    def logprobs(self, num_first: int, layout: CacheLayout) -> torch.Tensor:
         """Return log-probabilities after the prompt and its two next tokens, `[3, V]`.
 
         A first prefill takes `num_first` tokens, a second the rest: text, or the last image and
         text. The last token is decoded beside a sequence without images.
         """
         runner, row, text, images = self.runner, self.row, self.text, self.images
-        pages = pages_for(runner, self.layout, 2, max(len(row), len(text)))
+        pages = pages_for(runner, layout, 2, max(len(row), len(text)))
         num_prompt = len(row) - 2
         if num_first >= images.num_tokens:
             logits = self._prefilled(0, num_first, images, pages)

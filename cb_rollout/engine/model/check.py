@@ -7,7 +7,7 @@ show an engine that rounds otherwise than the model.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -78,18 +78,19 @@ def check_model(runner: ModelRunner) -> CacheLayout:
             return layout
         if runner.is_bitwise:
             _require_same_bits(runner)
-        difference, expected = "", _references(runner, layout, rows, plain)
+        found, expected = "", _references(runner, layout, rows, plain)
         for runner.batch_layout in BatchLayout:
             if runner.batch_layout is BatchLayout.PACKED and layout.packing_obstacle:
                 runner.packing_obstacle = layout.packing_obstacle
                 continue
-            difference, failure = _difference(runner, layout, rows, expected)
+            paged = partial(_paged, runner, rows)
+            found, failure = difference(runner, layout, expected, paged)
             if runner.batch_layout is BatchLayout.PACKED:
-                runner.packing_obstacle = difference
-            if not difference:
+                runner.packing_obstacle = found
+            if not found:
                 runner.backend_selection = _set_backend(runner, layout, rows, expected)
                 return layout
-        refusal = _refusal(runner, rows, difference)
+        refusal = _refusal(runner, rows, found)
     raise ConfigurationError(refusal) from failure
 
 
@@ -108,32 +109,32 @@ def _references(
     )
 
 
-def agreements(
-    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
-) -> Iterator[Agreement]:
-    """Yield how pages agree with each reference, the surest first."""
-    for reference in expected:
-        own = layout.at_least(reference.dtype) if reference.is_higher else layout
-        yield reference.compare(partial(_paged, runner, own, rows), runner.computing_in)
+def compare(
+    runner: ModelRunner,
+    layout: CacheLayout,
+    reference: Reference,
+    paged: Callable[[CacheLayout], torch.Tensor],
+) -> Agreement:
+    """Compare what `paged` computes on pages of a layout with a reference, in its precision."""
+    own = layout.at_least(reference.dtype) if reference.is_higher else layout
+    return reference.compare(partial(paged, own), runner.computing_in)
 
 
-def _difference(
-    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
+def difference(
+    runner: ModelRunner,
+    layout: CacheLayout,
+    expected: list[Reference],
+    paged: Callable[[CacheLayout], torch.Tensor],
 ) -> tuple[str, Exception | None]:
-    """Return how pages differ from the plain forward, and an error; "": by rounding alone."""
-
-    def first() -> str:
-        found = agreements(runner, layout, rows, expected)
-        for reference, agreement in zip(expected, found, strict=True):
-            if not agreement:
-                name = str(reference.dtype).removeprefix("torch.")
-                return f"log-probabilities in {name} are off its plain forward by {agreement}"
-        return ""
-
-    difference, failure = attempt(first)
-    if difference is None:
-        return f"its forward fails ({error_text(failure)})", failure
-    return difference, None
+    """Return how `paged` differs from references, and an error; "": by rounding alone."""
+    for reference in expected:
+        agreement, failure = attempt(partial(compare, runner, layout, reference, paged))
+        if agreement is None:
+            return f"its forward fails ({error_text(failure)})", failure
+        if not agreement:
+            name = str(reference.dtype).removeprefix("torch.")
+            return f"log-probabilities in {name} are off its plain forward by {agreement}", None
+    return "", None
 
 
 def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
@@ -215,7 +216,7 @@ def _set_backend(
             continue
         runner.attention_backend = choice.backend(own, runner.device)
         with devices.current(runner.device):
-            found, _ = _difference(runner, layout, rows, [reference])
+            found, _ = difference(runner, layout, [reference], partial(_paged, runner, rows))
         if found:
             runner.attention_backend = None
             return BackendSelection(None, f"it is not the model's own attention: {found}")
@@ -257,7 +258,7 @@ def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Ten
     return torch.stack([plain[row][length - 1] for row, length in rows]).log_softmax(-1)
 
 
-def _paged(runner: ModelRunner, layout: CacheLayout, rows: list[list[int]]) -> torch.Tensor:
+def _paged(runner: ModelRunner, rows: list[list[int]], layout: CacheLayout) -> torch.Tensor:
     """Return the same as `_after_each`, on pages."""
     cache, table = pages_for(runner, layout, len(rows), max(map(len, rows)))
     logits: list[torch.Tensor] = []
