@@ -7,11 +7,11 @@ with its own scores of them, so gradients reach it. Called by the thread that ru
 B: rows, S: tokens of a row, N: tokens of a forward, L: routers, K: experts of a token.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,30 +97,30 @@ def _intercepting(
     own: Callable[..., Any], call: int, choose: Callable[[torch.Tensor, Any], Any]
 ) -> Callable[..., Any]:
     def forward(*arguments: Any, **named: Any) -> Any:
-        with _Intercepted(call, choose):
+        calls = itertools.count()
+
+        def passed(found: Any, input: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return choose(input, found) if next(calls) == call else found
+
+        with _PassedTopK(passed):
             return own(*arguments, **named)
 
     return forward
 
 
-class _Intercepted(TorchFunctionMode):
-    """Pass the result of one call of `torch.topk` through a function."""
+class _PassedTopK(TorchFunctionMode):
+    """Pass what each `torch.topk` returns, before its arguments, through a function."""
 
-    def __init__(self, call: int, choose: Callable[[torch.Tensor, Any], Any]) -> None:
+    def __init__(self, passed: Callable[..., Any]) -> None:
         super().__init__()
-        self._num_left, self._choose = call, choose
+        self._passed = passed
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
-        if func not in TOPK:
-            return result
-        self._num_left -= 1
-        if self._num_left != -1:
-            return result
-        return self._choose(args[0] if args else named["input"], result)
+        return self._passed(result, *args, **named) if func in TOPK else result
 
 
 class RouteRecorder:
@@ -268,50 +268,36 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
 
 
 def _watched(model: torch.nn.Module, forward: WatchedForward, size: tuple[int, int]) -> list[_TopK]:
-    watch = _Watch(size[0] * size[1])
-    with ExitStack() as hooks, watch:
+    """Return each `torch.topk` over a row of scores for each token, with the innermost module."""
+    calls: list[_TopK] = []
+    # The modules that run, each with its number of calls.
+    modules: list[list[Any]] = []
+
+    def record(found: Any, input: torch.Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> Any:
+        if modules:
+            name, call = modules[-1]
+            for module in modules:
+                module[1] += 1
+            width = input.shape[-1]
+            is_last_dim = dim % input.dim() == input.dim() - 1 and width > 1
+            if is_last_dim and input.numel() == width * size[0] * size[1]:
+                calls.append(_TopK(RouterSite(name, call), width, k))
+        return found
+
+    def leave(*_: Any) -> None:
+        modules.pop()
+
+    with ExitStack() as hooks, _PassedTopK(record):
         for name, module in model.named_modules():
-            enter = module.register_forward_pre_hook(partial(watch.enter, name))
+            enter = module.register_forward_pre_hook(lambda *_, at=name: modules.append([at, 0]))
             hooks.callback(enter.remove)
-            hooks.callback(module.register_forward_hook(watch.leave).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
         forward(_token_ids(model, size))
-    return watch.calls
-
-
-class _Watch(TorchFunctionMode):
-    """Record, with the innermost module, each `torch.topk` over a row of scores for each token."""
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__()
-        self._num_tokens = num_tokens
-        self.calls: list[_TopK] = []
-        self._modules: list[list[Any]] = []
-
-    def enter(self, name: str, *_: Any) -> None:
-        self._modules.append([name, 0])
-
-    def leave(self, *_: Any) -> None:
-        self._modules.pop()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func in TOPK and self._modules:
-            self._record(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _record(self, input: torch.Tensor, k: int, dim: int = -1, **_: Any) -> None:
-        name, call = self._modules[-1]
-        for frame in self._modules:
-            frame[1] += 1
-        size = input.shape[-1]
-        is_last_dim = dim % input.dim() == input.dim() - 1 and size > 1
-        if is_last_dim and input.numel() == size * self._num_tokens:
-            self.calls.append(_TopK(RouterSite(name, call), size, k))
+    return calls
 
 
 def _token_ids(model: Any, size: tuple[int, int]) -> torch.Tensor:
-    ids = islice(cycle(hf_compat.text_token_ids(model)), size[0] * size[1])
+    ids = itertools.islice(itertools.cycle(hf_compat.text_token_ids(model)), size[0] * size[1])
     return devices.to_device(list(ids), next(model.parameters()).device).view(size)
 
 
