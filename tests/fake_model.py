@@ -80,7 +80,7 @@ class CheckedScheduler(Scheduler):
                 assert prefill.num_scheduled <= limits.max_batch_tokens
             else:
                 assert prefill.leader.num_computed == 0
-                assert prefill.is_last_chunk
+                assert prefill.num_scheduled == prefill.leader.num_tokens
             num_shared = len(prefill.leader.prompt_ids) // limits.block_size
             num_shared *= limits.can_share_blocks
             for follower in prefill.followers:

@@ -134,9 +134,8 @@ class StepExecutor:
         rows: list[int] = []
         requests: list[Request] = []
         for row, prefill in enumerate(prefills):
-            is_last_chunk = prefill.is_last_chunk
             self._storage.cache.copy_blocks(*self._scheduler.complete_prefill(prefill))
-            if is_last_chunk:
+            if prefill.leader.status is RequestStatus.DECODING:
                 targets = [follower.table_row for follower in prefill.followers]
                 sources = [prefill.leader.table_row] * len(targets)
                 self._storage.cache.copy_states(sources, targets)

@@ -264,10 +264,6 @@ class Prefill:
     num_scheduled: int = 0
     """Tokens that the coming forward computes."""
 
-    @property
-    def is_last_chunk(self) -> bool:
-        return self.leader.num_computed + self.num_scheduled == self.leader.num_tokens
-
 
 def members(prefills: Iterable[Prefill]) -> list[Request]:
     """Return the sequences of prefills, each leader before its followers."""

@@ -247,8 +247,8 @@ class ContinuousBatchingManager:
             EngineDeadError: the engine stopped on an exception.
         """
         params = resolved(sampling_params, self.defaults, max_new_tokens, eos_token_id)
-        params = replace(params, **sampling) if sampling else params
-        return self._add([input_ids], params, streaming, record_timestamps, request_id)[0]
+        options = {"is_streaming": streaming, "records_timestamps": record_timestamps}
+        return self._add([input_ids], params, sampling, request_id=request_id, **options)[0]
 
     def add_requests(
         self,
@@ -262,24 +262,14 @@ class ContinuousBatchingManager:
     ) -> list[str]:
         """Queue many sequences, all or none; equal prompts are computed once. See `add_request`."""
         params = resolved(sampling_params, self.defaults, max_new_tokens)
-        params = replace(params, **sampling) if sampling else params
-        return self._add(inputs, params, streaming, record_timestamps)
+        options = {"is_streaming": streaming, "records_timestamps": record_timestamps}
+        return self._add(inputs, params, sampling, **options)
 
     def _add(
-        self,
-        inputs: Sequence[Input],
-        params: SamplingParams,
-        is_streaming: bool,
-        records_timestamps: bool,
-        request_id: str | None = None,
+        self, inputs: Sequence[Input], params: SamplingParams, changes: Any, **options: Any
     ) -> list[str]:
-        requests = self.create_requests(
-            inputs,
-            [params] * len(inputs),
-            request_id=request_id,
-            is_streaming=is_streaming,
-            records_timestamps=records_timestamps,
-        )
+        params = replace(params, **changes) if changes else params
+        requests = self.create_requests(inputs, [params] * len(inputs), **options)
         self.submit(requests, self._output_queue)
         return [request.request_id for request in requests]
 

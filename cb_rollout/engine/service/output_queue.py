@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from cb_rollout.engine.service.interrupts import interrupts_deferred
@@ -92,27 +93,24 @@ class OutputQueue:
         return output
 
 
+@dataclass(frozen=True, slots=True)
 class CallbackSink:
     """Pass a request's outputs to a callback on an asyncio loop, from any thread."""
 
-    def __init__(
-        self,
-        request_id: str,
-        callback: Callable[[GenerationOutput], None],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._request_id, self._callback, self._loop = request_id, callback, loop
+    request_id: str
+    callback: Callable[[GenerationOutput], None]
+    loop: asyncio.AbstractEventLoop
 
     def put(self, output: GenerationOutput) -> None:
         # The asyncio loop may be closed already, and its callbacks with it.
         with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._callback, output)
+            self.loop.call_soon_threadsafe(self.callback, output)
 
     def close(self, error: EngineDeadError) -> None:
         """Schedule the callback with a failed output that carries `error`."""
         self.put(
             GenerationOutput(
-                request_id=self._request_id,
+                request_id=self.request_id,
                 status=RequestStatus.FAILED,
                 finish_reason=FinishReason.ERROR,
                 error=str(error),
