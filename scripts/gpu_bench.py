@@ -124,7 +124,7 @@ def bench_decode(shape: str, model: Any, peak: float) -> Rows:
         with generator_of(model, max_requests_per_batch=rows, **PATHS[path]) as generator:
             engine = generator.manager.engine
             if path == "gathered":
-                engine._runner.attention_backend = None
+                engine.runner.attention_backend = None
             step = statistics.median(decode_step(generator, rows, 3))
             moved = bytes_per_step(model, rows, engine.layout.bytes_per_token)
             yield {

@@ -88,7 +88,7 @@ def empty_graphs(engine: Engine, num_rows: int) -> GraphedDecoding:
         return lambda: graphs._sampler.results
 
     backend = TritonBackend(engine.layout, CPU)
-    graphs = GraphedDecoding(engine._runner, backend, GraphSizes(), num_rows, capture=capture)
+    graphs = GraphedDecoding(engine.runner, backend, GraphSizes(), num_rows, capture=capture)
     # That the logits make a distribution, and leave a token to sample.
     graphs._sampler.results[:, 2:4] = 1
     graphs.check_weights()

@@ -138,7 +138,7 @@ def assert_trains(output_dir, device):
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     config = RolloutConfig(seed=1, loss_forward="packed", verify_every_steps=1)
     with attach(trainer, config) as generator:
-        assert generator.manager.engine.batch_layout is BatchLayout.PACKED
+        assert generator.manager.engine.runner.batch_layout is BatchLayout.PACKED
         assert is_cpu or CAPTURED in generator.manager.decode_path
         assert type(generator._weights) is CopiedWeights
         trainer.train()
@@ -174,7 +174,7 @@ def assert_unpadded(device, dtype, monkeypatch):
     model = tiny_model("qwen3", **SMALL).to(device, dtype)
     config = RolloutConfig(seed=1, block_size=8, use_default_compile_configs=False)
     with RolloutGenerator(model, config) as generator:
-        assert generator.manager.engine.batch_layout is BatchLayout.PACKED
+        assert generator.manager.engine.runner.batch_layout is BatchLayout.PACKED
         is_new = torch.cuda.get_device_capability(device) >= torch_compat.VARLEN_CAPABILITY
         is_called = is_new and dtype in torch_compat.VARLEN_DTYPES
         assert bool(returned) is is_called

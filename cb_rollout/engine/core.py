@@ -4,7 +4,7 @@ Owns the paged cache and the policy version. Called by one thread at a time.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -82,7 +82,7 @@ class Engine:
         self.config, self.counters, self.policy_version = config, EngineCounters(), 0
         is_bitwise, is_split = config.numerics == Numerics.BITWISE, all_reduce_min is not None
         self._all_reduce_min = all_reduce_min or int
-        self._runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
+        self.runner = ModelRunner(model, autocast_dtype, is_bitwise=is_bitwise, is_split=is_split)
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
         """Holds the operators of `numerics="bitwise"` while there is work."""
@@ -90,7 +90,7 @@ class Engine:
         own = set(map(id, model.parameters()))
         self.runs_a_copy = own.isdisjoint(map(id, self.trained.parameters()))
         """True where training may change its weights while this engine generates."""
-        self.device = self._runner.device
+        self.device = self.runner.device
         reserve_gib = config.training_reserve_gib
         self.training = TrainingMemory(self.trained, model, self.device, optimizer, reserve_gib)
         never_sampled = multimodal.never_sampled_token_ids(model)
@@ -103,7 +103,7 @@ class Engine:
         )
         mode, keeps = reported_mode(config), keeps_ids(config)
         sampler = TokenSampler(self.device, mode, self.counters, never_sampled, keeps_ids=keeps)
-        parts = self._runner, self._scheduler, self._storage, sampler, self.counters
+        parts = self.runner, self._scheduler, self._storage, sampler, self.counters
         self._executor = StepExecutor(*parts, looks_ahead=config.looks_ahead)
         self._executor.reset(self._graphs)
         if self.runs_a_copy and self.device.type == "cuda":
@@ -115,15 +115,15 @@ class Engine:
     def _probe(self) -> None:
         """Probe the cache's layout, select how decode steps run, and plan the memory."""
         devices.require_unmoved(self.model, self.device)
-        identity = self._runner.forward_identity
-        self._runner.recorder = None
-        self.layout = check_model(self._runner)
+        identity = self.runner.forward_identity
+        self.runner.recorder = None
+        self.layout = check_model(self.runner)
         if self.config.router_replay:
-            self.layout = replace(self.layout, routes=self._runner.record_routes().spec)
+            self.layout = replace(self.layout, routes=self.runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
-        choose_compilation(self._runner, self.config)
+        choose_compilation(self.runner, self.config)
         # Anew for another layout: a later check may find more, or less.
-        self._runner.cuts_images.clear()
+        self.runner.cuts_images.clear()
         max_rows = self._max_requests
         if self.layout.is_recurrent:
             # More rows than states fit never run together.
@@ -131,7 +131,7 @@ class Engine:
             max_rows = max(1, min(max_rows, create_memory_plan(self._memory_model()).num_slots))
         # Captured before the memory is planned, which then knows what is left.
         self._graphs, self._graphs_path = create_graphs(
-            self._runner, self.config, max_rows, is_alone=not self._runner.is_split
+            self.runner, self.config, max_rows, is_alone=not self.runner.is_split
         )
         self._plan()
         self._identity = identity
@@ -143,8 +143,8 @@ class Engine:
     @property
     def paths(self) -> list[ExecutionPath]:
         """Return how prefill and decode steps run at present, part by part."""
-        runner, graphs, selected = self._runner, self._graphs_path, self._runner.backend_selection
-        prefill, obstacle = str(self.batch_layout), runner.packing_obstacle
+        runner, graphs, selected = self.runner, self._graphs_path, self.runner.backend_selection
+        prefill, obstacle = str(self.runner.batch_layout), runner.packing_obstacle
         paths = [ExecutionPath("prefill", prefill + ", not packed" * bool(obstacle), obstacle)]
         if (backend := runner.attention_backend) is None:
             paths.append(ExecutionPath("decode attention", selected.name, selected.reason))
@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def _is_model_changed(self) -> bool:
-        return self._runner.forward_identity != self._identity
+        return self.runner.forward_identity != self._identity
 
     def _plan(self) -> None:
         """Divide the free memory; no cache may be allocated."""
@@ -185,8 +185,8 @@ class Engine:
             max_requests=plan.num_slots,
             can_share_blocks=config.allow_block_sharing,
             can_resume_prompts=not self.layout.is_recurrent,
-            is_packed=self.batch_layout is BatchLayout.PACKED,
-            rope_limits=self._runner.rope.limits,
+            is_packed=self.runner.batch_layout is BatchLayout.PACKED,
+            rope_limits=self.runner.rope.limits,
         )
         _LOGGER.info("%s", self.decode_path)
         self._warn_of_slower_paths()
@@ -196,10 +196,10 @@ class Engine:
         training, memory = self.training.bytes_now(), devices.memory_after_release(device)
         graph_bytes, captured = (graphs.planned_bytes, graphs.num_bytes) if graphs else (0, 0)
         free = max(0, memory.free_bytes - (graph_bytes - captured))
-        model, dtype = self.model, self._runner.compute_dtype
+        model, dtype = self.model, self.runner.compute_dtype
         num_heads = hf_compat.num_query_heads(model)
         # With a backend, decode steps gather nothing.
-        gathers_always = self._runner.attention_backend is None
+        gathers_always = self.runner.attention_backend is None
         return MemoryModel(
             total_bytes=memory.total_bytes,
             free_bytes=free,
@@ -216,17 +216,13 @@ class Engine:
             history_factor=1 if layout.is_recurrent else MAX_GATHER_RATIO,
             max_sequence_tokens=None if gathers_always else hf_compat.max_positions(model),
             graph_bytes=graph_bytes,
-            packed_weight_bytes=self._runner.packed_linear.plan(free - training.reserve, dtype),
+            packed_weight_bytes=self.runner.packed_linear.plan(free - training.reserve, dtype),
             set_blocks=config.num_blocks,
         )
 
     @property
     def model(self) -> PreTrainedModel:
-        return self._runner.model
-
-    @property
-    def batch_layout(self) -> BatchLayout:
-        return self._runner.batch_layout
+        return self.runner.model
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -264,18 +260,13 @@ class Engine:
 
     def add(self, request: Request) -> None:
         if request.images is not None:
-            request.images.may_be_cut = self.cuts_images.get(request.images.kind, False)
+            request.images.may_be_cut = self.runner.cuts_images.get(request.images.kind, False)
         self._scheduler.add(request)
-
-    @property
-    def cuts_images(self) -> Mapping[tuple[bool, bool], bool]:
-        """Return whether a forward may begin between images, by their kind, if it was checked."""
-        return self._runner.cuts_images
 
     @property
     def routers(self) -> Routers | None:
         """Routers of the model, whose choices are recorded; None: none are."""
-        recorder = self._runner.recorder
+        recorder = self.runner.recorder
         return None if recorder is None else recorder.routers
 
     def _record_routes(self, request: Request) -> None:
@@ -310,7 +301,7 @@ class Engine:
     def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
         self.policy_version = policy_version
         self._weights_seen = None
-        self._runner.packed_linear.forget()
+        self.runner.packed_linear.forget()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
     def _notice_changed_weights(self) -> None:
@@ -343,7 +334,7 @@ class Engine:
     def check_images(self, request: Request) -> None:
         """Raise `ConfigurationError` if the model takes no images, or computes them differently."""
         assert request.images is not None
-        arguments = self._runner, self.layout, request.prompt_ids, request.images
+        arguments = self.runner, self.layout, request.prompt_ids, request.images
         with devices.plain_modes(), self._computing():
             try:
                 check_images(*arguments)
@@ -354,7 +345,7 @@ class Engine:
 
     def release_cache(self) -> None:
         """Release the cache's memory; unfinished sequences are computed anew afterwards."""
-        self._runner.packed_linear.forget()
+        self.runner.packed_linear.forget()
         self._scheduler.reset(self.limits)
         self._storage.release(self.layout, self.memory_plan)
         self._executor.reset(self._graphs)
@@ -362,27 +353,23 @@ class Engine:
     def recompute(self, request: Request) -> list[float]:
         """Return a sequence's log-probabilities by one plain forward of the model that trains."""
         with eval_mode(self.trained), devices.plain_modes(), self._computing():
-            return recomputed_logprobs(self._runner, self.trained, request)
+            return recomputed_logprobs(self.runner, self.trained, request)
 
     def prompt_logprobs(
         self, token_ids: list[int], temperature: float, num: int
     ) -> list[dict[int, tuple[float, int]]]:
         with eval_mode(self.model), devices.plain_modes(), self._computing():
-            return prompt_logprobs(self._runner, token_ids, temperature, num)
+            return prompt_logprobs(self.runner, token_ids, temperature, num)
 
     def recompute_precisely(self, request: Request) -> list[float] | None:
         """Return the same in a higher precision; None: it cannot, or takes long on this device."""
-        runner = self._runner
+        runner = self.runner
         is_coarse = runner.computes_coarsely
         is_quick = is_coarse or is_measurable(runner.model, request.num_tokens)
         if not is_quick or runner.is_bitwise or runner.is_split:
             return None
         with runner.computing_in(torch.float32 if is_coarse else torch.float64):
             return attempt(lambda: self.recompute(request))[0]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self._runner.compute_dtype
 
     def step(self) -> list[Request]:
         """Run at most one forward; return the sequences that got a token or ended, each once."""
@@ -436,7 +423,7 @@ class Engine:
     def _drop_stale_forwards(self) -> None:
         if self._graphs is not None:
             self._graphs.check_weights()
-        self._runner.check_weights()
+        self.runner.check_weights()
 
     def _capture_graphs(self, *, is_paused: bool) -> None:
         """Capture the graphs that are missing; if `is_paused`, those too that steps want."""
@@ -481,7 +468,7 @@ class Engine:
                 self._plan_anew()
             with eval_mode(self.model):
                 self._drop_stale_forwards()
-                self._runner.warm_up(num_steps)
+                self.runner.warm_up(num_steps)
                 self._capture_graphs(is_paused=True)
                 devices.finish(self.device)
 

@@ -116,7 +116,7 @@ def rollout_drift(
     noise = agreement.overall_noise(
         _values(recomputed, measured),
         None if None in precise else [torch.tensor(logprobs) for logprobs in precise],
-        manager.engine.compute_dtype,
+        manager.engine.runner.compute_dtype,
     )
     compared = agreement.agrees(
         _values(sampled, chosen), _values(recomputed, chosen), noise.expand(len(chosen))

@@ -185,7 +185,7 @@ def checkpoint_findings(
         yield finding
         with RolloutGenerator(model, config, tokenizer=tokenizer) as generator:
             yield from _cache(generator.manager.engine.layout)
-            yield _batch_layout(generator.manager.engine.batch_layout)
+            yield _batch_layout(generator.manager.engine.runner.batch_layout)
             yield from _memory(generator, model)
             yield _comparison(generator, model)
             yield from _paths(generator, model)

@@ -125,7 +125,7 @@ def check(model: PreTrainedModel) -> Parity:
         assert [request.num_generated for request in requests] == [NEW_TOKENS] * len(requests)
         assert engine.num_blocks_used == 0
         found.num_preemptions = engine.counters.preemptions
-        found.batch_layout = engine.batch_layout.value
+        found.batch_layout = engine.runner.batch_layout.value
     return found
 
 

@@ -129,6 +129,6 @@ def test_images_run_in_16_bits_as_they_do_in_float32(model_type):
         config = RolloutConfig(seed=0, block_size=4)
         with RolloutGenerator(model.to(dtype), config, tokenizer=processor) as generator:
             generator.generate_batch([row], max_new_tokens=2)
-            runner = generator.manager.engine._runner
+            runner = generator.manager.engine.runner
             found.append(runner.cuts_images)
     assert found[0] == found[1]

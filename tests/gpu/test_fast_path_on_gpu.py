@@ -21,7 +21,7 @@ def generator_of(model, path="graphs", **settings):
     if path == "gathered":
         config = RolloutConfig(seed=1, use_cuda_graph=False, **settings)
     generator = RolloutGenerator(model, config)
-    runner = generator.manager.engine._runner
+    runner = generator.manager.engine.runner
     assert runner.backend_selection.name == "triton", runner.backend_selection
     if path == "gathered":
         runner.attention_backend = None
@@ -88,7 +88,7 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
     model = tiny_model("qwen3").cuda().to(dtype)
     with generator_of(model) as generator:
         engine = generator.manager.engine
-        runner = engine._runner
+        runner = engine.runner
         rows, forwards = text_rows(runner), _forwards(engine.layout)
         with eval_mode(model):
             direct = _paged(runner, rows, engine.layout)

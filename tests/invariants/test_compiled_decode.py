@@ -57,7 +57,7 @@ def assert_right(generator, model):
 
 
 def trace_of(generator):
-    return generator.manager.engine._runner.attention_backend.traced_forward.trace
+    return generator.manager.engine.runner.attention_backend.traced_forward.trace
 
 
 def test_a_graph_captures_the_compiled_forward_which_follows_weights_in_place(quick):

@@ -29,7 +29,7 @@ def soon(monkeypatch):
 
 
 def runner_of(generator):
-    return generator.manager.engine._runner
+    return generator.manager.engine.runner
 
 
 def rollout(generator):

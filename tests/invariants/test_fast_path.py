@@ -43,7 +43,7 @@ def generator_of(model, **settings):
 
 
 def attention_of(generator):
-    return generator.manager.engine._runner.backend_selection
+    return generator.manager.engine.runner.backend_selection
 
 
 def assert_same(found, expected, tolerance=1e-5):

@@ -100,7 +100,7 @@ def test_every_replacement_is_followed_by_rollout_and_packed_loss(path, monkeypa
             plain = plain_logprobs(model, output.prompt_ids, output.generated_tokens)
             (packed,) = packed_logprobs(model, [output])
             assert packed.tolist() == pytest.approx(plain, abs=1e-4), change
-            backend = generator.manager.engine._runner.attention_backend
+            backend = generator.manager.engine.runner.attention_backend
             assert (backend is None) == (path == "gathered")
 
 

@@ -172,7 +172,7 @@ def test_a_model_of_text_refuses_pictures():
 def test_a_picture_that_does_not_run_is_refused_and_the_next_one_runs(monkeypatch):
     model, processor = tiny_vision_model("llava")
     with served(model=model, tokenizer=processor) as (generator, server):
-        inputs = generator.manager.engine._runner.image_inputs
+        inputs = generator.manager.engine.runner.image_inputs
         chats = client(server).chat.completions
         messages = asked(data_url(picture(1)))
         with monkeypatch.context() as patch:

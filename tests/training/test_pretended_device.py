@@ -52,7 +52,7 @@ def trained(output_dir, settings, trl_settings):
     trainer.args.__dict__["_setup_devices"] = device
     config = cb_rollout.RolloutConfig(seed=1, verify_every_steps=1, **settings)
     with cb_rollout.attach(trainer, config) as generator:
-        path = generator.manager.engine._runner.backend_selection.name
+        path = generator.manager.engine.runner.backend_selection.name
         trainer.train()
     return [*logged(trainer, "loss"), *logged(trainer, "reward")], path
 

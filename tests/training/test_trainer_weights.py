@@ -112,7 +112,7 @@ def test_bf16_training_with_adapters_runs_them_unmerged_over_weights_that_are_ro
     base = trainer.model.get_base_model()
     assert generator.manager.model is base
     generator.generate_batch([[5, 6, 7, 8, 9]], max_new_tokens=2)
-    packed = generator.manager.engine._runner.packed_linear._packed
+    packed = generator.manager.engine.runner.packed_linear._packed
     frozen = {p for name, p in base.named_parameters() if "base_layer.weight" in name}
     assert frozen
     assert {(id(parameter), torch.bfloat16) for parameter in frozen} <= packed.keys()

@@ -387,7 +387,8 @@ class ContinuousBatchingManager:
         The first prompt with an image, and the first with several, also runs by a plain forward.
         """
         for request in requests:
-            if request.images is not None and request.images.kind not in self.engine.cuts_images:
+            checked = self.engine.runner.cuts_images
+            if request.images is not None and request.images.kind not in checked:
                 with self.loop.paused():
                     self.pauses.require_weights()
                     self.engine.check_images(request)

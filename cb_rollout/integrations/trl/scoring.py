@@ -87,7 +87,7 @@ class TrainerScoring:
         if config.loss_forward == LossForward.PACKED:
             if isinstance(generator, RolloutGenerator):
                 engine = generator.manager.engine
-                obstacle, cuts_images = engine.layout.packing_obstacle, engine.cuts_images
+                obstacle, cuts_images = engine.layout.packing_obstacle, engine.runner.cuts_images
             else:
                 obstacle, cuts_images = packing_obstacle(unwrap(trainer.model)), {}
             self._packed = PackedLoss(

@@ -149,7 +149,7 @@ def test_a_backend_of_ones_own_is_selected_and_runs_the_decode_steps(monkeypatch
     for backends in (selector.BACKENDS, [CountedBackend, *selector.BACKENDS]):
         monkeypatch.setattr(selector, "BACKENDS", backends)
         with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
-            runner = generator.manager.engine._runner
+            runner = generator.manager.engine.runner
             assert (
                 runner.backend_selection.backend
                 is backends[-1 if backends[0] is TritonBackend else 0]
