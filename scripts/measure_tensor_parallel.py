@@ -70,7 +70,6 @@ def main() -> None:
     rank = distributed.get_rank()
     waits: list[float] = []
     EngineGroup.send = timed(EngineGroup.send, waits)
-    EngineGroup.receive = timed(EngineGroup.receive, waits)
     shares, steps = [], []
     with RolloutGenerator(create_model(), RolloutConfig(seed=0, num_blocks=256)) as generator:
         generator.generate_batch(PROMPTS, sampling_params=PARAMS)

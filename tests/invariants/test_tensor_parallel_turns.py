@@ -29,8 +29,8 @@ class ThreadGroup:
     data_parallel_rank = number = 0
 
     def __init__(self, rank: int, turns: "queue.Queue[LockstepCommand]") -> None:
-        self.rank, self._turns = rank, turns
-        self.is_leader = rank == 0
+        self.rank = self.group_rank = rank
+        self._turns = turns
 
     def all_reduce_min(self, value: int) -> int:
         return value
@@ -38,11 +38,11 @@ class ThreadGroup:
     def gather(self, value: Any) -> list[Any]:
         return [value] * len(self.ranks)
 
-    def send(self, turn: LockstepCommand) -> None:
+    def send(self, turn: LockstepCommand | None) -> LockstepCommand:
+        if turn is None:
+            return self._turns.get(timeout=TIMEOUT_SECONDS)
         self._turns.put(turn)
-
-    def receive(self) -> LockstepCommand:
-        return self._turns.get(timeout=TIMEOUT_SECONDS)
+        return turn
 
 
 @pytest.fixture

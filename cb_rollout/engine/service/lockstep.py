@@ -65,6 +65,7 @@ class EngineGroup:
         self.ranks = distributed.get_process_group_ranks(group)
         """Global ranks of the processes; the first one leads."""
         self.rank = distributed.get_rank()
+        self.group_rank = self.ranks.index(self.rank)
         self.number = next(_ENGINE_NUMBERS)
         """Number of this engine among those of the process, equal over the group."""
         self._commands, self._agreements = self._create_group(), self._create_group()
@@ -78,14 +79,6 @@ class EngineGroup:
         )
         assert isinstance(created, distributed.ProcessGroup)
         return created
-
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == self.ranks[0]
-
-    @property
-    def group_rank(self) -> int:
-        return self.ranks.index(self.rank)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -104,14 +97,11 @@ class EngineGroup:
         return values
 
     def send(self, command: LockstepCommand | None) -> Any:
-        """Send the leading process's command to all; None in the others, which return it."""
+        """Send the leading process's command, and return it; the others, which give None, wait."""
         item = [command]
         with self._awaiting(f"the decisions of rank {self.ranks[0]}"):
             distributed.broadcast_object_list(item, self.ranks[0], self._commands)
         return item[0]
-
-    def receive(self) -> LockstepCommand:
-        return self.send(None)
 
     @contextmanager
     def _awaiting(self, awaited: str) -> Iterator[None]:
@@ -133,7 +123,7 @@ class Lockstep:
 
     def __init__(self, group: EngineGroup, changed: threading.Condition) -> None:
         self._group, self._changed = group, changed
-        self.follows = not group.is_leader
+        self.follows = group.group_rank > 0
         """True where another process decides."""
         self._next: LockstepCommand | None = None
         self._pause: LockstepCommand | None = None
@@ -156,7 +146,7 @@ class Lockstep:
         None where this process has to pause or to submit a request first. Raises `RolloutError` if
         the processes are not in step, or the leading one is gone.
         """
-        command = self._next = self._next or self._group.receive()
+        command = self._next = self._next or self._group.send(None)
         is_known = all(request_id in live for request_id, _ in command.admitted)
         if command.kind is CommandKind.PAUSE or not is_known:
             return None
@@ -169,7 +159,7 @@ class Lockstep:
         """Return whether a pause may begin: in a follower, the leading one's."""
         if not self.follows:
             return True
-        command = self._next = self._next or self._group.receive()
+        command = self._next = self._next or self._group.send(None)
         if command.kind is not CommandKind.PAUSE:
             self._changed.notify_all()
             return False
