@@ -11,7 +11,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
 from cb_rollout.engine.cuda_graphs.inputs import Line
 from cb_rollout.engine.executor import StepExecutor
-from cb_rollout.engine.kv_cache.block_table import BlockTable
+from cb_rollout.engine.kv_cache.paged import BlockTable
 from cb_rollout.engine.model.runner import BatchLayout
 from cb_rollout.engine.request import NO_TABLE_ROW, Request
 from cb_rollout.engine.sampling.sampler import HostSampled, append_row

@@ -25,9 +25,8 @@ from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.graph_sampler import PLAIN_SAMPLING, GraphSampler, GraphSampling
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request, distinct_params

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 
 from cb_rollout.engine.images.prompt_images import PromptImages
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.check import attempt, difference, pages_for, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode

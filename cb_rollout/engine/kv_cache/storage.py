@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan

@@ -15,10 +15,9 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner

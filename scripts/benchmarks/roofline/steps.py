@@ -31,10 +31,9 @@ from cb_rollout.engine.cuda_graphs.graphs import (
     GraphSizes,
     Replay,
 )
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import create_sampling_batch, sample

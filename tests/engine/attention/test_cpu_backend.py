@@ -17,9 +17,8 @@ from cb_rollout.engine.attention.decode_cache import (
     DecodeLayer,
     UnsupportedAttentionError,
 )
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.numerics.native.library import TYPES
 
 CPU = torch.device("cpu")

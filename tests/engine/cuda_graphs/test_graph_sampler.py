@@ -11,10 +11,9 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine import cuda_graphs
 from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampler, GraphSampling
 from cb_rollout.engine.cuda_graphs.inputs import GraphInputs, Line
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import create_sampling_batch, sample
 

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import (
     PADDING_SLOT,
+    BlockTable,
     PagedCache,
     SlotMapping,
 )

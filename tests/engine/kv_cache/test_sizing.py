@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.sizes import QWEN3
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.kv_cache.sizing import gathered_bytes_per_token, workspace_bytes_per_request
 from cb_rollout.engine.memory.plan import GIB, MemoryModel, TrainingBytes, create_memory_plan
 from cb_rollout.engine.model.runner import ModelRunner

@@ -4,9 +4,8 @@ from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention import packed
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 
 BLOCK_SIZE = 4

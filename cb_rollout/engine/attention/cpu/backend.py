@@ -34,10 +34,9 @@ from cb_rollout.engine.attention.joined_products import (
     replace_by_columns,
 )
 from cb_rollout.engine.attention.traced_forward import Tracing, call_attention
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache, PagedLayer
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.kernels import ordered_kernel, with_unit_stride

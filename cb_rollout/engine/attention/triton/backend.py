@@ -29,10 +29,9 @@ from cb_rollout.engine.attention.shared_prefix import (
     max_stretches,
 )
 from cb_rollout.engine.attention.traced_forward import Tracing
-from cb_rollout.engine.kv_cache.block_table import BlockTable
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
-from cb_rollout.engine.kv_cache.paged import PagedCache
+from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.memory import device as devices
 
 aten = torch.ops.aten
