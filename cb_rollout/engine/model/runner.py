@@ -44,7 +44,7 @@ from cb_rollout.engine.model.routers import (
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import chosen_logprobs
-from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.errors import ConfigurationError
 
 
@@ -433,6 +433,6 @@ def recomputed_logprobs(
     chosen_T = devices.to_device(request.token_ids[num_prompt:], runner.device)
     logits_TV = logits_NV[num_prompt - 1 : -1]
     if request.kept_token_ids:
-        kept = SamplingMask.joined(request.kept_token_ids[: len(chosen_T)])
+        kept = request.kept_token_ids[: len(chosen_T)]
         return masked_logprobs(logits_TV, chosen_T, kept, temperature)[0].tolist()
     return chosen_logprobs(logits_TV / temperature, chosen_T).tolist()

@@ -7,7 +7,6 @@ N: tokens, V: vocabulary, M: kept ids of all tokens together.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,34 +14,22 @@ import torch
 from cb_rollout.engine.numerics import operators
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingMask:
-    """The token ids from which each of N tokens was chosen, concatenated."""
-
-    ids_M: torch.Tensor
-    """int32"""
-    counts_N: torch.Tensor
-    """int64, at least 1"""
-
-    @classmethod
-    def joined(cls, kept: Sequence[Any]) -> "SamplingMask":
-        ids_M = torch.empty(0, dtype=torch.int32)
-        if kept:
-            ids_M = torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int32)
-        return cls(ids_M, torch.tensor([len(ids) for ids in kept], dtype=torch.int64))
-
-
 def masked_logprobs(
-    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, kept: SamplingMask, temperature: float
+    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, kept: Sequence[Any], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-softmax over each token's kept ids, at the given tokens, and its entropy.
 
-    Logits are floating point, token ids int64 and kept, the mask on any device; results are
-    float32, in nats, N. Differentiable. Memory: the kept logits, and the gradient of all logits.
+    Logits are floating point, token ids int64 and kept. `kept` has an `array("i")` for each token,
+    as `GenerationOutput.kept_token_ids`. Results are float32, in nats, N. Differentiable. Memory:
+    the kept logits, and the gradient of all logits.
     """
     device, num_tokens = logits_NV.device, logits_NV.shape[0]
-    rows_M = torch.arange(num_tokens).repeat_interleave(kept.counts_N).to(device)
-    ids_M = kept.ids_M.to(device=device, dtype=torch.int64)
+    counts_N = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
+    rows_M = torch.arange(num_tokens).repeat_interleave(counts_N).to(device)
+    ids_M = torch.empty(0, dtype=torch.int32)
+    if kept:
+        ids_M = torch.frombuffer(bytearray(b"".join(kept)), dtype=torch.int32)
+    ids_M = ids_M.to(device=device, dtype=torch.int64)
     logits_M = logits_NV[rows_M, ids_M].float() / temperature
     chosen_N = logits_NV.gather(1, token_ids_N[:, None])[:, 0].float() / temperature
     largest_N = torch.full((num_tokens,), -torch.inf, device=device)

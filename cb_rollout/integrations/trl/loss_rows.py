@@ -24,7 +24,7 @@ import torch
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joined_routes
-from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.integrations.trl.images import COUNTS, image_arguments, of_rows
 from cb_rollout.packing.batch import PackedRow
 from cb_rollout.types import FinishReason, GenerationOutput
@@ -349,7 +349,7 @@ class OwnForward:
         scores = masked_logprobs(
             logits_BTV.reshape(-1, logits_BTV.shape[-1]),
             tokens_BT.flatten(),
-            SamplingMask.joined(padded),
+            padded,
             self._trainer.temperature,
         )
         is_padding_BT = batch.completion_mask == 0

@@ -29,7 +29,7 @@ from cb_rollout.engine.memory.training import TrainingMemory
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
-from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl import images
 from cb_rollout.integrations.trl.images import IMAGE_ARGUMENTS
@@ -172,8 +172,8 @@ class PackedScores:
         if self.rows[0].sampling_mask is not None:
             output = own_forward(**arguments, use_cache=False)
             kept = [(self.rows[number].sampling_mask or ())[t] for number, t in batch.scored]
-            logits_KV, mask = output.logits[0], SamplingMask.joined(kept)
-            found = masked_logprobs(logits_KV, batch.labels_K, mask, self.trainer.temperature)
+            logits_KV, temperature = output.logits[0], self.trainer.temperature
+            found = masked_logprobs(logits_KV, batch.labels_K, kept, temperature)
             return Scores(*found, output.aux_loss if has_aux_loss else None)
         output = own_forward(**arguments, shift_labels=batch.labels_K[None], fused_lm_head=True)
         entropies = None if output.entropy is None else output.entropy[0]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.sampling.mask import SamplingMask, masked_logprobs
+from cb_rollout.engine.sampling.mask import masked_logprobs
 
 
 @given(
@@ -24,7 +24,7 @@ def test_they_are_a_log_softmax_of_masked_logits_with_its_gradient(
     tokens_N = torch.randint(vocab_size, (rows,), generator=generator)
     is_kept_NV = torch.rand(rows, vocab_size, generator=generator) < 0.5
     is_kept_NV[torch.arange(rows), tokens_N] = True
-    kept = SamplingMask.joined([array("i", row.nonzero()[:, 0].tolist()) for row in is_kept_NV])
+    kept = [array("i", row.nonzero()[:, 0].tolist()) for row in is_kept_NV]
     ours_NV, theirs_NV = logits_NV.clone().requires_grad_(), logits_NV.clone().requires_grad_()
     logprobs_N, entropies_N = masked_logprobs(ours_NV, tokens_N, kept, temperature)
     masked_NV = (theirs_NV / temperature).masked_fill(~is_kept_NV, -torch.inf).log_softmax(-1)
@@ -40,7 +40,7 @@ def test_they_are_a_log_softmax_of_masked_logits_with_its_gradient(
 
 def test_a_token_kept_alone_is_certain_and_has_no_gradient():
     logits = torch.randn(2, 7, requires_grad=True)
-    kept = SamplingMask.joined([array("i", [3]), array("i", [6])])
+    kept = [array("i", [3]), array("i", [6])]
     logprobs, entropies = masked_logprobs(logits, torch.tensor([3, 6]), kept, 1.0)
     (logprobs + entropies).sum().backward()
     assert logprobs.tolist() == entropies.tolist() == [0, 0]
