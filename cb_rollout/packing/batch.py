@@ -45,8 +45,8 @@ class RowImages(NamedTuple):
 
     def arguments(self, names: frozenset[str], start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return the arguments of images in a forward of the row's tokens from start to stop."""
-        taken = self.images and self.images.taken(names, self.positions_AT.device, start=start)
-        return taken.arguments(start, stop) if taken else {}
+        images, device = self.images, self.positions_AT.device
+        return {} if images is None else images.arguments(start, stop, names, device)
 
 
 def row_images(

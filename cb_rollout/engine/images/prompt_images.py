@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -89,37 +89,34 @@ class PromptImages:
         """Return the images that a forward computes which begins at token `start`."""
         return [image for image in self.images if image.tokens.stop > start]
 
-    def taken(
+    def arguments(
         self,
+        start: int,
+        stop: int,
         names: frozenset[str],
         device: torch.device,
         dtype: torch.dtype | None = None,
-        start: int = 0,
-    ) -> "PromptImages":
-        """Return what a forward from token `start` on takes by `names`, fractions in `dtype`."""
+    ) -> dict[str, torch.Tensor]:
+        """Return what a forward of tokens `[start, stop)` takes by `names`, fractions in `dtype`.
 
-        def moved(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {
-                name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-                for name, tensor in tensors.items()
-                if name in names
-            }
+        Sampled tokens have zeros.
+        """
 
-        new = self.after(start)
-        images = tuple(image._replace(tensors=moved(image.tensors)) for image in new)
-        return replace(self, images=images, of_tokens=moved(self.of_tokens))
+        def moved(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
+            whole = joined(tensors, dim)
+            return whole.to(device, dtype if whole.is_floating_point() else whole.dtype)
 
-    def arguments(self, start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return a forward's tensors from token `start` to `stop`, and zeros for sampled tokens."""
         new = [image.tensors for image in self.after(start)]
         given = {
-            name: joined([tensors[name] for tensors in new], self.dims.get(name, 0))
+            name: moved([tensors[name] for tensors in new], self.dims.get(name, 0))
             for name in (new[0] if new else ())
+            if name in names
         }
         missing = max(0, stop - self.num_prompt_tokens)
         for name, tensor in self.of_tokens.items():
-            zeros = tensor.new_zeros(1, missing, *tensor.shape[2:])
-            given[name] = joined([tensor, zeros] if missing else [tensor], 1)[:, start:stop]
+            if name in names:
+                zeros = tensor.new_zeros(1, missing, *tensor.shape[2:])
+                given[name] = moved([tensor, zeros], 1)[:, start:stop]
         return given
 
     def before(self, number: int) -> "PromptImages":
@@ -158,8 +155,7 @@ class ImageInputs:
 
     def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
         dtype = self._model.dtype if self.casts_pixels else None
-        taken = images.taken(self._names, self._device, dtype, start)
-        return taken.arguments(start, stop)
+        return images.arguments(start, stop, self._names, self._device, dtype)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
         """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""

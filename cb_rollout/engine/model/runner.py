@@ -252,7 +252,11 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
         """Run a batch's inputs on its cache; `UnsupportedAttentionError`: not in segments."""
         cache, mapping, segments = batch.cache, inputs.mapping, inputs.segments
-        positions, arguments = self._with_images(batch, inputs.positions)
+        positions, arguments = inputs.positions, {}
+        if batch.images is not None:
+            (stop,), (num_new,) = batch.lengths, batch.num_new
+            positions = self.image_inputs.positions(batch.images, stop - num_new, stop)
+            arguments = self.image_inputs.arguments(batch.images, stop - num_new, stop)
         if not self.batch_layout.takes_any_lengths:
             positions = None
         cache.begin(mapping)
@@ -282,17 +286,6 @@ class ModelRunner:
             raise UnsupportedAttentionError(str(error)) from error
         if not attend.num_calls:
             raise UnsupportedAttentionError("its attention cannot be replaced")
-
-    def _with_images(
-        self, batch: ForwardBatch, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return positions of a row with images, and tensors of its images."""
-        if batch.images is None:
-            return positions, {}
-        (stop,), (num_new,) = batch.lengths, batch.num_new
-        start = stop - num_new
-        positions = self.image_inputs.positions(batch.images, start, stop)
-        return positions, self.image_inputs.arguments(batch.images, start, stop)
 
     def plain_logits(
         self,

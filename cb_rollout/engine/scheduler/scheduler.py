@@ -293,8 +293,7 @@ class Scheduler:
             for request in self.running:
                 request.has_old_keys = True
         else:
-            self._requeue_all(self.running)
-            self.running = []
+            self._requeue_running(self.running)
         prefilling, self.prefilling = self.prefilling, deque()
         self._requeue_all(members(prefilling))
         self.blocks.begin_policy_version(policy_version)

@@ -15,6 +15,11 @@ def images_of(tensors, spans=SPANS, num_images=N):
     return create_prompt_images(tensors, spans, num_images, per_token, [9] * T)
 
 
+def arguments(images, start, stop):
+    names = frozenset({*images.images[0].tensors, *images.of_tokens})
+    return images.arguments(start, stop, names, torch.device("cpu"))
+
+
 def numbered(*shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape)
 
@@ -42,7 +47,7 @@ def test_tensors_divide_by_rows_grids_counts_or_tokens(tensors, expected):
     assert images.dims["pixel_values"] == dim
     assert [part.shape[dim] for part in parts] == sizes
     assert torch.equal(joined(parts, dim), tensors["pixel_values"])
-    assert torch.equal(images.arguments(0, T)["pixel_values"], tensors["pixel_values"])
+    assert torch.equal(arguments(images, 0, T)["pixel_values"], tensors["pixel_values"])
 
 
 def test_tensors_that_nothing_divides_belong_to_all_images():
@@ -65,13 +70,13 @@ def test_a_forward_begins_before_an_image_or_after_it():
 def test_a_cut_forward_is_given_its_own_images_and_tokens():
     pixels, types = numbered(2, 3), torch.arange(T)[None]
     images = images_of({"pixel_values": pixels, "token_type_ids": types})
-    cut = images.arguments(7, 14)
+    cut = arguments(images, 7, 14)
     assert torch.equal(cut["pixel_values"], pixels[1:])
     # After the prompt comes text.
     assert cut["token_type_ids"].tolist() == [[7, 8, 9, 10, 11, 0, 0]]
     before = images.before(1)
-    assert torch.equal(before.arguments(0, 8)["pixel_values"], pixels[:1])
-    assert before.arguments(0, 8)["token_type_ids"].tolist() == [[*range(8)]]
+    assert torch.equal(arguments(before, 0, 8)["pixel_values"], pixels[:1])
+    assert arguments(before, 0, 8)["token_type_ids"].tolist() == [[*range(8)]]
     assert [image.tokens for image in before.images] == [SPANS[0]]
     assert before.num_prompt_tokens == 8
 
