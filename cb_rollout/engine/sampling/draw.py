@@ -4,7 +4,7 @@ A counter-based generator, keyed by the sequence's seed and the token's index, g
 number per token, which is mapped through the cumulative distribution. A sequence's draws depend on
 nothing else in the batch, resuming needs no saved state, and no global generator is used.
 
-B: rows, V: vocabulary, K: tokens that are never sampled.
+B: rows, V: vocabulary.
 """
 
 import functools
@@ -65,8 +65,6 @@ class SamplingBatch:
     """Indices of the rows that ask for `top_logprobs`; None: there are none."""
     num_top: int
     """The largest `top_logprobs` of all rows."""
-    never_sampled_K: torch.Tensor | None = None
-    """Token ids that no row samples, unless logits processors allowed it; None: there are none."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
         temperatures_B = self.temperatures_B
@@ -94,10 +92,8 @@ class Sampled(NamedTuple):
     """bool; the tokens that truncation kept; None: no row is truncated."""
 
 
-def create_sampling_batch(
-    requests: Sequence[Request], device: torch.device, never_sampled: Sequence[int] = ()
-) -> SamplingBatch:
-    """Collect the parameters of `requests`, one row each, none of which samples `never_sampled`."""
+def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
+    """Collect the parameters of `requests`, one row each."""
     params = [request.params for request in requests]
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
@@ -118,7 +114,6 @@ def create_sampling_batch(
         truncation=create_truncation([params[r] for r in truncated], device),
         top_rows=integers(with_top) if with_top else None,
         num_top=max(p.top_logprobs for p in params),
-        never_sampled_K=integers(list(never_sampled)) if never_sampled else None,
     )
 
 
@@ -194,16 +189,11 @@ def sample(
     """Choose each row's next token.
 
     `logits_BV` are the model's, float32; `indices_B` (int64) the tokens that each row has sampled.
-    `processed_BV` are float32 logits to sample from instead; None: `logits_BV`, without the tokens
-    that are never sampled.
+    `processed_BV` are float32 logits to sample from instead; None: `logits_BV`.
     """
-    is_processed, is_bitwise = processed_BV is not None, operators.are_installed()
-    if not is_processed and batch.never_sampled_K is not None:
-        processed_BV = logits_BV.index_fill(1, batch.never_sampled_K, -torch.inf)
-    is_same = processed_BV is None
     scaled_BV = batch.scaled(logits_BV)
-    choose_BV = logits_BV if is_same else processed_BV
-    sampled_from_BV = scaled_BV if is_same else batch.scaled(processed_BV)
+    choose_BV = logits_BV if processed_BV is None else processed_BV
+    sampled_from_BV = scaled_BV if processed_BV is None else batch.scaled(processed_BV)
     log_mass_R = is_kept_RV = None
     if batch.truncated_rows is not None and batch.truncation is not None:
         whole_RV = sampled_from_BV.index_select(0, batch.truncated_rows)
@@ -222,14 +212,14 @@ def sample(
     is_valid_B, is_possible_B = normalizers_B.isfinite(), None
     if sampled_from_BV is not scaled_BV:
         own_normalizers_B = exponentials(scaled_BV).normalizers_B
-        if is_processed:
+        if processed_BV is not None:
             is_valid_B, is_possible_B = own_normalizers_B.isfinite(), is_valid_B
         else:
             is_valid_B = is_valid_B & own_normalizers_B.isfinite()
         if mode != LogprobsMode.PROCESSED:
             reported_BV, normalizers_B = scaled_BV, own_normalizers_B
     logprobs_B = reported_BV.gather(1, token_ids_B[:, None])[:, 0] - normalizers_B
-    if is_bitwise:
+    if operators.are_installed():
         logprobs_B = chosen_logprobs(reported_BV, token_ids_B)
     top_KN = None
     if batch.top_rows is not None:

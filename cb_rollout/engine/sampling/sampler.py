@@ -118,9 +118,9 @@ class TokenSampler:
         if is_recurring and self._cached is not None and self._cached[0] == requests:
             return self._cached[1:]
         never_sampled = [token for token in self._never_sampled if token < vocab_size]
-        batch = create_sampling_batch(requests, self._device, never_sampled)
+        batch = create_sampling_batch(requests, self._device)
         processing = None
-        if any(request.is_adjusted for request in requests):
+        if never_sampled or any(request.is_adjusted for request in requests):
             processing = create_processing(requests, vocab_size, self._device, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)

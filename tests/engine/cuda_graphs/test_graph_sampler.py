@@ -92,12 +92,13 @@ class Sampled:
 
 def reference(requests, logits_BV, sampling):
     """What `draw.sample` gives for the same rows, each by itself."""
-    never = sampling.never_sampled
+    never = torch.tensor(sampling.never_sampled, dtype=torch.int64)
     for row, request in enumerate(requests):
         logits_1V = logits_BV[row : row + 1].float()
-        batch = create_sampling_batch([request], torch.device("cpu"), never)
+        batch = create_sampling_batch([request], torch.device("cpu"))
         index_1 = torch.tensor([request.num_generated])
-        yield sample(logits_1V, batch, index_1, sampling.mode)
+        processed_1V = logits_1V.index_fill(1, never, -torch.inf) if len(never) else None
+        yield sample(logits_1V, batch, index_1, sampling.mode, processed_1V)
 
 
 def assert_same(found, requests, logits_BV, sampling):

@@ -42,12 +42,12 @@ TRUNCATIONS = [
 ]
 
 
-def batch_of(params, seeds=None, never_sampled=()):
+def batch_of(params, seeds=None):
     requests = [
         Request("r", [1], wanted, 1, frozenset(), seed=row if seeds is None else seeds[row])
         for row, wanted in enumerate(params)
     ]
-    return create_sampling_batch(requests, CPU, never_sampled)
+    return create_sampling_batch(requests, CPU)
 
 
 def random_logits(seed, rows, vocab_size, spread=2.0):
@@ -353,7 +353,7 @@ def test_tokens_that_are_never_sampled_count_in_the_policy_alone(temperature, tr
     never_sampled = [logits_1V.argmax().item(), (logits_1V.argmax().item() + 3) % 8]
     left_1V = logits_1V.index_fill(1, torch.tensor(never_sampled), -torch.inf)
     rows, draws_each, counts_V = 3000, 4, torch.zeros(8)
-    batch = batch_of([params] * rows, never_sampled=never_sampled)
+    batch = batch_of([params] * rows)
     sampled_from_V = left_1V[0].softmax(-1)
     policy_V = logits_1V[0].log_softmax(-1)
     if temperature:
@@ -364,7 +364,10 @@ def test_tokens_that_are_never_sampled_count_in_the_policy_alone(temperature, tr
         expected_V = left_1V[0].log_softmax(-1)
     for index in range(draws_each):
         logits_BV = logits_1V.expand(rows, 8).contiguous()
-        tokens_B, logprobs_B, is_valid_B, *_ = sample(logits_BV, batch, zeros(rows) + index, mode)
+        processed_BV, indices_B = left_1V.expand(rows, 8).contiguous(), zeros(rows) + index
+        tokens_B, logprobs_B, is_valid_B, *_ = sample(
+            logits_BV, batch, indices_B, mode, processed_BV
+        )
         counts_V += tokens_B.bincount(minlength=8)
         torch.testing.assert_close(logprobs_B, expected_V[tokens_B], rtol=0, atol=2e-6)
         assert is_valid_B.all()
