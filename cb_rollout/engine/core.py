@@ -71,10 +71,9 @@ class Engine:
     ) -> None:
         """Probe the model and plan the memory; pages are allocated at the first step.
 
-        Forwards run under autocast to `autocast_dtype`, where it is set. `trained` is the model
-        that trains where `model` is a copy of it, and `optimizer` steps it, or names the class that
-        will. `all_reduce_min` returns the smallest of a number over the processes that share the
-        model's layers, which all call it; None: this process has them whole.
+        Forwards run under autocast to `autocast_dtype`, if set. `trained` is the training model
+        that `model` is a copy of, and `optimizer` steps it, or names its class. `all_reduce_min`
+        returns the least number of the processes that share the model's layers; None: one has all.
 
         Raises `ConfigurationError` if the model cannot run on pages, or a setting cannot be
         honoured, and `OutOfCacheMemoryError` if not even one block fits.

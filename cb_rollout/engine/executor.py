@@ -192,8 +192,8 @@ class StepExecutor:
     ) -> tuple[torch.Tensor, list[int], list[Request]]:
         """Compute each sequence's tokens up to `ends` that are not computed yet.
 
-        Returns logits and rows, as `run_isolated`, and the sequences that were ended since theirs
-        raised. Raises if the model runs nothing at all any more, or memory ran out.
+        Returns as `run_isolated`, but the sequences that raised, ended. Raises if the model runs
+        nothing at all any more, or memory ran out.
         """
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
@@ -322,12 +322,10 @@ def run_isolated(
 ) -> tuple[torch.Tensor, list[int], list[tuple[int, Exception]]]:
     """Run a forward over rows `0 .. num_rows - 1`; where it raises, find the rows at fault.
 
-    Halves are tried until the bad rows are alone: `k` of them cost about `2 k log2(num_rows)`
-    forwards, and all others run. A `forward` that raises must leave the cache unchanged, or
-    overwrite it when it runs again. An out-of-memory error is the caller's, who can make room.
+    Halves are tried until the bad rows are alone. A `forward` that raises must leave the cache
+    unchanged, or overwrite it when it runs again. An out-of-memory error is raised.
 
-    Returns float32 logits `[rows, V]` of the rows that ran, these rows, and each row that raised
-    with its exception.
+    Returns float32 logits `[rows, V]` of the rows that ran, these rows, and each bad row's error.
     """
     parts: list[torch.Tensor] = []
     computed: list[int] = []

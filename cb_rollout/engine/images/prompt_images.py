@@ -2,7 +2,6 @@
 
 Made in the caller's thread, shared by a group, and read by the thread that steps the engine.
 Tensors stay in system memory; `ImageInputs` copies them to a forward's device.
-
 A: axes of positions, T: tokens of the prompt, N: images of the prompt.
 """
 

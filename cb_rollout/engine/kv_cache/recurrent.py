@@ -71,8 +71,7 @@ PROBE_ROWS = 2
 class OpaqueStateAdapter:
     """Move recurrent states out of and into the object in which a model returns them.
 
-    The object is a list, tuple, dict or plain instance that nests tensors. Those whose first
-    dimension is the rows are states; all others are the same for every sequence.
+    It nests tensors; those whose first dimension is the rows are states, and others constants.
     """
 
     def __init__(self, short: object, long: object) -> None:

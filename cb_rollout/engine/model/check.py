@@ -1,9 +1,8 @@
 """Check that a model computes on pages what its own plain forward computes, or refuse it.
 
-Chooses the batch layout and the attention backend, when an engine is created. Reads no
-architecture: log-probabilities show a model that looks ahead, counts positions in its own way, or
-keeps its past elsewhere. They are compared in float32 at least; in the model's own precision they
-show an engine that rounds otherwise than the model.
+Chooses the batch layout and the attention backend. In float32 at least, log-probabilities show a
+model that looks ahead, counts positions in its own way, or keeps its past elsewhere; in the model's
+own precision, an engine that rounds otherwise.
 """
 
 import itertools

@@ -1,7 +1,6 @@
 """Keep a model in evaluation mode while engines use it, and restore its mode afterwards.
 
-Changes only the `training` flags of the model's modules, and what `Module.compile()` did to them,
-since an engine runs the model itself. Any thread may call it.
+Changes only `training` flags, and what `Module.compile()` did. Any thread may call it.
 """
 
 import threading

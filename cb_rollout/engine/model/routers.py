@@ -1,8 +1,7 @@
 """Find the routers of a mixture of experts, record the experts that they choose, and replay them.
 
-A router is a module whose forward chooses experts by `torch.topk` over scores of each token, found
-by watching one small forward. A replay hands it the recorded experts in place of its own choice,
-with its own scores of them, so gradients reach it. Called by the thread that runs the model.
+A router chooses experts by `torch.topk` over scores of each token, in a small forward that is
+watched. A replay hands it the recorded experts with its own scores of them, so gradients reach it.
 
 B: rows, S: tokens of a row, N: tokens of a forward, L: routers, K: experts of a token.
 """

@@ -1,10 +1,8 @@
 """Draw tokens from logits, and compute their log-probabilities: tensor arithmetic, without state.
 
 A counter-based generator, keyed by the sequence's seed and the token's index, gives one uniform
-number per token, which is mapped through the cumulative distribution. A sequence's draws depend on
-nothing else in the batch, resuming needs no saved state, and no global generator is used.
-
-B: rows, V: vocabulary.
+number per token, which is mapped through the cumulative distribution. So a sequence's draws depend
+on nothing else in the batch, and resuming needs no saved state. B: rows, V: vocabulary.
 """
 
 import functools

@@ -1,12 +1,10 @@
 """Change logits before the temperature, in the order of transformers' `generate`.
 
-Bias, penalties, forbidden and forced tokens, custom processors, then the grammar. `logit_bias` and
-the penalties change all rows at once. Other parameters run transformers' own processor, a row at a
-time. Rows that ask for nothing keep their logits bit for bit. Called by the thread that steps the
-engine.
+`logit_bias` and the penalties change all rows at once. Other parameters run transformers' own
+processor, a row at a time. Rows that ask for nothing keep their logits bit for bit.
 
 B: rows, V: vocabulary, K: entries, P: rows with penalties, G: rows with a grammar, T: tokens of the
-longest row, N: tokens that are never sampled.
+longest row, N: tokens that are never sampled. Called by the thread that steps the engine.
 """
 
 import math

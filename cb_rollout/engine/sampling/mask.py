@@ -1,8 +1,6 @@
-"""Keep the token ids that truncation left, and compute log-softmax over them alone.
+"""Compute log-softmax over the token ids that truncation left, which take 4 bytes each.
 
-Top-k, top-p and min-p depend on the weights at sampling time, so a trainer whose weights have moved
-cannot recompute which tokens they kept. The ids take 4 bytes each. Arithmetic only.
-
+A trainer whose weights have moved cannot recompute which tokens top-k, top-p and min-p kept.
 N: tokens, V: vocabulary, M: kept ids of all tokens together.
 """
 

@@ -55,9 +55,8 @@ class TokenSampler:
     ) -> int:
         """Append a token to every sequence, or end it as failed; return how many got a token.
 
-        Where sampling raises, halves of the rows are sampled again, until those that raise are
-        alone; only these sequences fail. `logits_BV` are float32; `is_recurring`: the next call is
-        likely to have the same rows.
+        Where sampling raises, halves of the rows are sampled again, so only the rows at fault fail.
+        `logits_BV` are float32; `is_recurring`: the next call is likely to have the same rows.
         """
         try:
             batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)

@@ -1,8 +1,6 @@
 """Apply top-k, top-p and min-p, as transformers does, sorting as little as possible.
 
-Arithmetic on logits; keeps no state.
-
-R: rows, V: vocabulary, M: candidates.
+Arithmetic on logits; keeps no state. R: rows, V: vocabulary, M: candidates.
 """
 
 from collections.abc import Sequence

@@ -61,9 +61,8 @@ class InputProcessor:
     ) -> None:
         """Draw a seed where `seed` is None.
 
-        `rank` keeps the seeds of processes apart; None: the process group's at the first request,
-        else the launcher's `RANK`, else 0. `tokenizer` decodes tokens for stop strings, and as a
-        processor encodes images.
+        `rank`, as of `ContinuousBatchingManager`, keeps the seeds of processes apart. `tokenizer`
+        decodes tokens for stop strings, and as a processor encodes images.
         """
         self.limits = limits
         self._tokenizer = tokenizer
@@ -242,11 +241,7 @@ class InputProcessor:
         return int(named) if named.isdecimal() else 0
 
     def _request_seed(self, params: SamplingParams, number: int, member: int) -> int:
-        """Return a reproducible 64-bit seed, distinct for each sequence.
-
-        It is made of a request's own seed and its index in the group, else of the config's seed,
-        the rank and the number of earlier sequences.
-        """
+        """Return a reproducible 64-bit seed, distinct for each sequence."""
         if params.seed is not None:
             words = ("request", params.seed, member)
         else:

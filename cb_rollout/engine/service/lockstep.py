@@ -1,8 +1,7 @@
 """Keep the engines of a tensor-parallel group in step: together they are one engine.
 
 Each process has a shard of the model, the same requests and an engine of its own, so equal
-decisions give equal batches. The first process leads: it decides when requests are admitted and
-cancelled, when a step runs and when the engine pauses, and sends each decision as a
+decisions give equal batches. The first process decides, and sends each decision as a
 `LockstepCommand`, which the others follow in order. Called by the thread that uses the engine.
 """
 

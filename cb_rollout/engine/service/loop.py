@@ -271,8 +271,8 @@ class EngineLoop:
     def stepping(self) -> Iterator[Callable[..., None] | None]:
         """Step on the calling thread instead of the background thread.
 
-        A waiting caller steps faster on a CPU: each computing thread has a pool of OpenMP workers,
-        and libgomp's workers sleep instead of spinning once two pools share the cores.
+        A waiting caller steps faster on a CPU: libgomp's workers sleep instead of spinning once the
+        pools of two computing threads share the cores.
 
         Yields `step_until(is_done, poll_seconds)`, which calls `is_done` at every change and every
         `poll_seconds`; None if another caller steps, whose steps serve this one too.
