@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,25 +18,20 @@ from cb_rollout.errors import OutOfCacheMemoryError
 _LOGGER = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class CacheStorage:
     """A paged cache and its block table, allocated and released as the engine needs them."""
 
-    cache: PagedCache
-    table: BlockTable
-    is_allocated = False
+    layout: CacheLayout
+    plan: MemoryPlan
+    device: torch.device
+    all_reduce_min: Callable[[int], int] = int
+    """Returns the smallest of a number over the processes that must allocate the same blocks."""
+    cache: PagedCache = field(init=False)
+    table: BlockTable = field(init=False)
+    is_allocated: bool = field(default=False, init=False)
     """True while there is a cache and a table."""
-
-    def __init__(
-        self,
-        layout: CacheLayout,
-        plan: MemoryPlan,
-        device: torch.device,
-        all_reduce_min: Callable[[int], int] = int,
-    ) -> None:
-        """Allocate nothing yet; the processes of `all_reduce_min` must allocate the same blocks."""
-        self._layout, self._plan, self._device = layout, plan, device
-        self._all_reduce_min = all_reduce_min
-        self._num_blocks = 0
+    _num_blocks: int = field(default=0, init=False)
 
     @property
     def num_bytes(self) -> int:
@@ -46,8 +42,8 @@ class CacheStorage:
         if self.is_allocated:
             self.is_allocated, self._num_blocks = False, 0
             del self.cache, self.table
-            devices.empty_cache(self._device)
-        self._layout, self._plan = layout, plan
+            devices.empty_cache(self.device)
+        self.layout, self.plan = layout, plan
 
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
@@ -55,18 +51,18 @@ class CacheStorage:
         The plan may allow less than these, or fix another number. Raises `OutOfCacheMemoryError` if
         there is no memory for `at_least` blocks.
         """
-        wanted, size = self._plan.num_blocks, self._plan.block_size
-        num_rows = self._plan.num_slots
-        if not self._plan.is_fixed:
+        wanted, size = self.plan.num_blocks, self.plan.block_size
+        num_rows = self.plan.num_slots
+        if not self.plan.is_fixed:
             wanted = min(num_blocks, wanted)
         at_least = min(at_least, wanted)
-        num_blocks = self._all_reduce_min(min(wanted, self._num_affordable(self._plan.state_bytes)))
+        num_blocks = self.all_reduce_min(min(wanted, self._num_affordable(self.plan.state_bytes)))
         while True:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
-            new = partial(PagedCache, self._layout, num_blocks=num_blocks, device=self._device)
+            new = partial(PagedCache, self.layout, num_blocks=num_blocks, device=self.device)
             cache, cause = self._attempted(partial(new, block_size=size, num_table_rows=num_rows))
-            if self._all_reduce_min(cache is not None):
+            if self.all_reduce_min(cache is not None):
                 break
             if num_blocks == at_least:
                 raise self._out_of_memory(at_least) from cause
@@ -76,9 +72,9 @@ class CacheStorage:
             _LOGGER.warning(
                 f"no memory for {wanted} KV cache blocks ({self._size(wanted)}): {num_blocks} are "
                 f"taken ({self._size(num_blocks)}); {self._free_now()}. Fewer sequences run "
-                f"together. Lower {'num_blocks' if self._plan.is_fixed else automatic}."
+                f"together. Lower {'num_blocks' if self.plan.is_fixed else automatic}."
             )
-        self.cache, self.table = cache, BlockTable(num_rows, size, self._device)
+        self.cache, self.table = cache, BlockTable(num_rows, size, self.device)
         self.is_allocated, self._num_blocks = True, num_blocks
         return num_blocks
 
@@ -88,13 +84,13 @@ class CacheStorage:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            devices.empty_cache(self._device)
+            devices.empty_cache(self.device)
             return None, error
 
     def _num_affordable(self, other_bytes: int = 0) -> int:
         # A CPU allocates more than it has, and ends the process that uses it.
-        free = devices.memory_after_release(self._device).free_bytes - other_bytes
-        return max(0, free) // max(1, self._plan.bytes_per_block)
+        free = devices.memory_after_release(self.device).free_bytes - other_bytes
+        return max(0, free) // max(1, self.plan.bytes_per_block)
 
     def grow(self, count: int, usable: int) -> int:
         """Allocate `count` more blocks, or as many as fit; return the total.
@@ -102,12 +98,12 @@ class CacheStorage:
         The total is doubled, so that growing stays rare, but never beyond `usable`.
         """
         now = self._num_blocks
-        target = min(self._plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
+        target = min(self.plan.num_blocks, max(2 * now, now + count), max(usable, now + count))
         if target > now:
-            target = self._all_reduce_min(min(target, now + self._num_affordable()))
+            target = self.all_reduce_min(min(target, now + self._num_affordable()))
         while self.is_allocated and target > now:
             _, error = self._attempted(lambda size=target: self.cache.grow(size))
-            if self._all_reduce_min(error is None):
+            if self.all_reduce_min(error is None):
                 self._num_blocks = target
                 break
             target = now + _shrunk(target - now)
@@ -115,20 +111,20 @@ class CacheStorage:
 
     def _out_of_memory(self, num_blocks: int) -> OutOfCacheMemoryError:
         knobs = "max_new_tokens" if num_blocks > 1 else "block_size"
-        if self._plan.state_bytes:
+        if self.plan.state_bytes:
             knobs += " or max_requests_per_batch"
         return OutOfCacheMemoryError(
             f"no memory for {num_blocks} KV cache blocks ({self._size(num_blocks)}), which the "
             f"shortest request needs: {self._free_now()}. Free some, or lower {knobs}. The plan "
-            f"was:\n{self._plan}"
+            f"was:\n{self.plan}"
         )
 
     def _size(self, num_blocks: int) -> str:
-        return f"{num_blocks * self._plan.bytes_per_block / GIB:.3f} GiB"
+        return f"{num_blocks * self.plan.bytes_per_block / GIB:.3f} GiB"
 
     def _free_now(self) -> str:
-        free = devices.memory_after_release(self._device).free_bytes
-        return f"{free / GIB:.3f} GiB are free on {self._device}"
+        free = devices.memory_after_release(self.device).free_bytes
+        return f"{free / GIB:.3f} GiB are free on {self.device}"
 
 
 def _shrunk(num_blocks: int) -> int:

@@ -6,6 +6,7 @@ that steps the engine.
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import NamedTuple
 
@@ -20,27 +21,21 @@ from cb_rollout.engine.sampling.logits_processors import Processing, create_proc
 from cb_rollout.metrics.registry import EngineCounters
 
 
+@dataclass(eq=False)
 class TokenSampler:
     """The sampler of one engine."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        mode: LogprobsMode,
-        counters: EngineCounters,
-        never_sampled: Sequence[int] = (),
-        *,
-        keeps_ids: bool = False,
-    ) -> None:
-        """Sample on one device, with log-probabilities of the distribution that `mode` names.
-
-        Only a `logit_bias` allows `never_sampled`. `keeps_ids`: record what truncation kept.
-        """
-        self._counters, self._keeps_ids = counters, keeps_ids
-        self._device = device
-        self._mode = mode
-        self._never_sampled = never_sampled
-        self._cached: tuple[list[Request], SamplingBatch, Processing | None] | None = None
+    device: torch.device
+    mode: LogprobsMode
+    """The distribution that log-probabilities are taken from."""
+    counters: EngineCounters
+    never_sampled: Sequence[int] = ()
+    """Token ids that a `logit_bias` alone allows."""
+    keeps_ids: bool = False
+    """True if the ids that truncation kept are recorded."""
+    _cached: tuple[list[Request], SamplingBatch, Processing | None] | None = field(
+        default=None, init=False
+    )
 
     def forget_rows(self) -> None:
         self._cached = None
@@ -60,9 +55,9 @@ class TokenSampler:
         """
         try:
             batch, processing = self._prepared(requests, logits_BV.shape[-1], is_recurring)
-            indices_B = devices.to_device([r.num_generated for r in requests], self._device)
+            indices_B = devices.to_device([r.num_generated for r in requests], self.device)
             processed_BV = None if processing is None else processing(logits_BV)
-            sampled = sample(logits_BV, batch, indices_B, self._mode, processed_BV)
+            sampled = sample(logits_BV, batch, indices_B, self.mode, processed_BV)
             results = _to_host(sampled)
         except Exception as error:
             if devices.is_out_of_memory(error):
@@ -100,10 +95,10 @@ class TokenSampler:
         self, requests: Sequence[Request], results: "HostSampled", kept_RV: torch.Tensor | None
     ) -> None:
         masses = list(filter(isfinite, results.log_masses))
-        self._counters.truncated_tokens += len(masses)
-        self._counters.log_kept_mass += sum(masses)
-        self._counters.kept_tokens += sum(results.nums_kept)
-        if not self._keeps_ids or kept_RV is None:
+        self.counters.truncated_tokens += len(masses)
+        self.counters.log_kept_mass += sum(masses)
+        self.counters.kept_tokens += sum(results.nums_kept)
+        if not self.keeps_ids or kept_RV is None:
             return
         truncated = (request for request in requests if request.params.is_truncated)
         ids, start = kept_RV.nonzero()[:, 1].int().cpu().numpy(), 0
@@ -116,11 +111,11 @@ class TokenSampler:
     ) -> tuple[SamplingBatch, Processing | None]:
         if is_recurring and self._cached is not None and self._cached[0] == requests:
             return self._cached[1:]
-        never_sampled = [token for token in self._never_sampled if token < vocab_size]
-        batch = create_sampling_batch(requests, self._device)
+        never_sampled = [token for token in self.never_sampled if token < vocab_size]
+        batch = create_sampling_batch(requests, self.device)
         processing = None
         if never_sampled or any(request.is_adjusted for request in requests):
-            processing = create_processing(requests, vocab_size, self._device, never_sampled)
+            processing = create_processing(requests, vocab_size, self.device, never_sampled)
         if is_recurring:
             self._cached = (list(requests), batch, processing)
         return batch, processing
