@@ -8,6 +8,7 @@ import operator
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import islice
 
 from cb_rollout.config.enums import SchedulerType
@@ -32,41 +33,35 @@ RUNNING_PER_PROMPT = 4
 MAX_DECODES_IN_A_ROW = 8
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Admits, forks, preempts and retires sequences; lives as long as its engine."""
 
-    blocks: BlockManager
-    max_batch_tokens: int
+    limits: Limits
+    counters: EngineCounters
+    grow: Callable[[int], int]
+    """Makes room for as many more blocks as it can, and returns the total."""
+    scheduler_type: str = SchedulerType.FIFO
+    before_release: Callable[[Request], None] = lambda request: None
+    """Called with each sequence that is about to lose its blocks."""
+    waiting: OrderedDict[Request, None] = field(default_factory=OrderedDict, init=False)
+    """Sequences that wait for blocks and a table row, the next one first."""
+    prefilling: deque[Prefill] = field(default_factory=deque, init=False)
+    running: list[Request] = field(default_factory=list, init=False)
+    blocks: BlockManager = field(init=False)
+    max_batch_tokens: int = field(init=False)
     """Tokens of one prefill; shrinks where a forward ran out of memory."""
-    max_admitted: int
+    max_admitted: int = field(init=False)
     """Sequences that may hold a table row; shrinks likewise."""
-    num_decodes_in_a_row: int
+    num_decodes_in_a_row: int = field(init=False)
     """Decode steps since the last prefill."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        counters: EngineCounters,
-        grow: Callable[[int], int],
-        scheduler_type: str = SchedulerType.FIFO,
-        before_release: Callable[[Request], None] = lambda request: None,
-    ) -> None:
-        """Start empty, with no block.
-
-        `grow` makes room for as many more blocks as it can, and returns the total. `before_release`
-        is called with each sequence that is about to lose its blocks.
-        """
-        self.waiting: OrderedDict[Request, None] = OrderedDict()
-        """Sequences that wait for blocks and a table row, the next one first."""
-        self.prefilling: deque[Prefill] = deque()
-        self.running: list[Request] = []
-        self._type, self._counters, self._grow = scheduler_type, counters, grow
-        self._before_release = before_release
-        self._start_empty(limits, policy_version=0)
+    def __post_init__(self) -> None:
+        self._start_empty(self.limits, policy_version=0)
 
     def _start_empty(self, limits: Limits, policy_version: int) -> None:
         self.limits = limits
-        self.blocks = BlockManager(limits, self._grow, policy_version)
+        self.blocks = BlockManager(limits, self.grow, policy_version)
         self.max_batch_tokens, self.max_admitted = limits.max_batch_tokens, limits.max_requests
         self.num_decodes_in_a_row = 0
         self._free_table_rows = list(range(limits.max_requests))
@@ -91,7 +86,8 @@ class Scheduler:
     def is_prefill_next(self) -> bool:
         """Return whether a prefill is tried before a decode step; the other runs if it cannot."""
         num_decodes = self.num_decodes_in_a_row
-        if self._type == SchedulerType.PREFILL_FIRST or num_decodes >= MAX_DECODES_IN_A_ROW:
+        is_prefill_first = self.scheduler_type == SchedulerType.PREFILL_FIRST
+        if is_prefill_first or num_decodes >= MAX_DECODES_IN_A_ROW:
             return True
         num_startable = min(len(self.waiting), self.num_admissible)
         is_worthwhile = num_startable * RUNNING_PER_PROMPT >= len(self.running)
@@ -168,7 +164,7 @@ class Scheduler:
         if not self.blocks.allocate_prompt(leader, num_spare=len(self.running)):
             return None
         self._assign_table_row(leader)
-        self._counters.prefill_tokens_saved += leader.num_computed
+        self.counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
         self._admit_followers(prefill)
         self.prefilling.append(prefill)
@@ -217,7 +213,7 @@ class Scheduler:
             sources += leader.block_ids[num_shared:]
             targets += follower.block_ids[num_shared:]
             follower.num_computed = leader.num_computed
-            self._counters.prefill_tokens_saved += follower.num_tokens
+            self.counters.prefill_tokens_saved += follower.num_tokens
             follower.prefix_node = leader.prefix_node
             follower.num_remembered = leader.num_remembered
         for request in members([prefill]):
@@ -250,7 +246,7 @@ class Scheduler:
 
     def complete_decode(self, requests: list[Request]) -> None:
         """Account for a decode step: after sampling all tokens but the newest are computed."""
-        self._counters.decode_forwards += 1
+        self.counters.decode_forwards += 1
         size = self.limits.block_size
         for request in requests:
             num_before, num_computed = request.num_computed, len(request.token_ids) - 1
@@ -316,7 +312,7 @@ class Scheduler:
     def preempt(self, requests: list[Request]) -> None:
         """Free the blocks of running sequences; they resume later with all their tokens."""
         preempted = [request for request in requests if request in self.running]
-        self._counters.preemptions += len(preempted)
+        self.counters.preemptions += len(preempted)
         for request in preempted:
             request.num_preemptions += 1
         self._requeue_running(preempted)
@@ -335,7 +331,7 @@ class Scheduler:
 
     def _free(self, request: Request) -> None:
         if request.table_row != NO_TABLE_ROW:
-            self._before_release(request)
+            self.before_release(request)
             self.pool.release(reversed(request.block_ids))
             heapq.heappush(self._free_table_rows, request.table_row)
             request.table_row, request.block_ids = NO_TABLE_ROW, []
