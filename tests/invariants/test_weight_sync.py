@@ -13,7 +13,7 @@ from cb_rollout import (
     SamplingParams,
     generate_batch,
 )
-from cb_rollout.engine.kv_cache.prefix_cache import PrefixCache, PrefixKey
+from cb_rollout.engine.kv_cache.block_manager import PrefixCache, PrefixKey
 from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
@@ -70,7 +70,7 @@ def test_a_prefix_held_by_a_request_of_the_old_policy_is_not_matched(monkeypatch
         def __new__(cls, policy_version, parent, token_ids):
             return super().__new__(cls, 0, parent, token_ids)
 
-    monkeypatch.setattr("cb_rollout.engine.kv_cache.prefix_cache.PrefixKey", KeyWithoutVersion)
+    monkeypatch.setattr("cb_rollout.engine.kv_cache.block_manager.PrefixKey", KeyWithoutVersion)
     model = tiny_model()
     with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
         _, stale, _ = resend_after_change(generator, model)

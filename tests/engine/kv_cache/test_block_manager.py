@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cb_rollout.engine.kv_cache.prefix_cache import ROOT, PrefixCache
+from cb_rollout.engine.kv_cache.block_manager import ROOT, PrefixCache
 
 TOKENS = st.lists(st.integers(0, 1), max_size=8)
 VERSIONS = st.integers(0, 2)
