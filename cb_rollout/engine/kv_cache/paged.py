@@ -228,11 +228,7 @@ class PagedCache(Cache):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return self._all_pages + self._all_states
-
-    @property
-    def _all_pages(self) -> list[torch.Tensor]:
-        return list(chain(*self._page_lists))
+        return [*chain(*self._page_lists), *self._all_states]
 
     @property
     def _all_states(self) -> list[torch.Tensor]:
@@ -259,7 +255,7 @@ class PagedCache(Cache):
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         if sources:
-            pages = self._all_pages
+            pages = chain(*self._page_lists)
             self._copy([p.view(-1, self.block_size, p.shape[1]) for p in pages], sources, targets)
 
     def copy_states(self, sources: list[int], targets: list[int]) -> None:

@@ -5,9 +5,9 @@ number per token, which is mapped through the cumulative distribution. So a sequ
 on nothing else in the batch, and resuming needs no saved state. B: rows, V: vocabulary.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -96,21 +96,15 @@ def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> 
     greedy = [row for row, p in enumerate(params) if p.is_greedy]
     truncated = [row for row, p in enumerate(params) if p.is_truncated]
     with_top = [row for row, p in enumerate(params) if p.top_logprobs]
-
-    def floats(values: list[float]) -> torch.Tensor:
-        return devices.to_device(values, device, torch.float32)
-
-    def integers(values: list[int]) -> torch.Tensor:
-        return devices.to_device(values, device)
-
     temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
+    is_scaled, on_device = set(temperatures) != {1.0}, partial(devices.to_device, device=device)
     return SamplingBatch(
-        temperatures_B=None if set(temperatures) == {1.0} else floats(temperatures),
-        seeds_B=integers([request.seed for request in requests]),
-        greedy_rows=integers(greedy) if greedy else None,
-        truncated_rows=integers(truncated) if truncated else None,
+        temperatures_B=on_device(temperatures, dtype=torch.float32) if is_scaled else None,
+        seeds_B=on_device([request.seed for request in requests]),
+        greedy_rows=on_device(greedy) if greedy else None,
+        truncated_rows=on_device(truncated) if truncated else None,
         truncation=create_truncation([params[r] for r in truncated], device),
-        top_rows=integers(with_top) if with_top else None,
+        top_rows=on_device(with_top) if with_top else None,
         num_top=max(p.top_logprobs for p in params),
     )
 
@@ -147,7 +141,7 @@ def _chunks(values_BV: torch.Tensor) -> torch.Tensor:
     return values_BV.reshape(B, -1, _chunk_size(V))
 
 
-@functools.cache
+@cache
 def _chunk_size(vocab_size: int) -> int:
     """Return the largest chunk size that divides the vocabulary, or the whole vocabulary."""
     sizes = range(LARGEST_CHUNK, SMALLEST_CHUNK - 1, -1)
