@@ -15,11 +15,6 @@ from cb_rollout.engine.request import Limits, Request
 ROOT = 0
 
 
-def root_of(rope_side: int) -> int:
-    """Return the first node of the chains of one `Limits.rope_side`."""
-    return ROOT - rope_side
-
-
 class PrefixKey(NamedTuple):
     """One link of a chain."""
 
@@ -117,7 +112,7 @@ class BlockManager:
     def _matched(self, request: Request) -> tuple[list[int], int]:
         if not self.limits.can_match_prefixes:
             return [], ROOT
-        keys, root = request.cache_keys(0, request.num_tokens), root_of(request.rope_side)
+        keys, root = request.cache_keys(0, request.num_tokens), ROOT - request.rope_side
         while True:
             shared, node = self.prefixes.match(self.policy_version, keys, root)
             num_found = len(shared) * self.limits.block_size
