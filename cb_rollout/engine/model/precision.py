@@ -39,7 +39,10 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
         if is_deepspeed:
             # DeepSpeed casts the module itself, and runs it without autocast.
             return Precision(None, trainers_autocast)
-        return Precision(trainers_autocast, _sharded_compute_dtype(model, accelerator))
+        plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
+        policy = getattr(plugin, "mixed_precision_policy", None)
+        sharded = getattr(policy, "param_dtype", None) or fsdp_compat.fsdp_param_dtype(model)
+        return Precision(trainers_autocast, sharded)
     wanted: torch.dtype = getattr(torch, config.rollout_dtype)
     own = torch_compat.compute_dtype(model)
     if trainers_autocast is None and wanted == own:
@@ -65,9 +68,3 @@ def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype
     needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"
     require_unused(config, GENERATOR_FIELDS, needs_generator)
     return rollout_precision(config, model, None).autocast_dtype
-
-
-def _sharded_compute_dtype(model: torch.nn.Module, accelerator: Any) -> torch.dtype | None:
-    plugin = getattr(getattr(accelerator, "state", None), "fsdp_plugin", None)
-    policy = getattr(plugin, "mixed_precision_policy", None)
-    return getattr(policy, "param_dtype", None) or fsdp_compat.fsdp_param_dtype(model)

@@ -161,26 +161,21 @@ class Scheduler:
         leader = self.next_waiting
         if leader is None or self.num_admissible <= 0:
             return None
-        if not self.blocks.allocate_prompt(leader, num_spare=len(self.running)):
+        num_spare = len(self.running)
+        if not self.blocks.allocate_prompt(leader, num_spare):
             return None
         self._assign_table_row(leader)
         self.counters.prefill_tokens_saved += leader.num_computed
         prefill = Prefill(leader)
-        self._admit_followers(prefill)
-        self.prefilling.append(prefill)
-        return prefill
-
-    def _admit_followers(self, prefill: Prefill) -> None:
-        leader = prefill.leader
-        if leader.group is None or leader.num_generated:
-            return
-        while self.num_admissible > 0 and (follower := self.next_waiting):
-            if follower.group != leader.group or follower.num_generated:
-                return
-            if not self.blocks.allocate_fork(follower, leader, num_spare=len(self.running)):
-                return
+        can_fork = leader.group is not None and not leader.num_generated
+        while can_fork and self.num_admissible > 0 and (follower := self.next_waiting):
+            is_alike = follower.group == leader.group and not follower.num_generated
+            if not (is_alike and self.blocks.allocate_fork(follower, leader, num_spare)):
+                break
             self._assign_table_row(follower)
             prefill.followers.append(follower)
+        self.prefilling.append(prefill)
+        return prefill
 
     def _assign_table_row(self, request: Request) -> None:
         del self.waiting[request]
