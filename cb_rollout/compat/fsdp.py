@@ -1,4 +1,4 @@
-"""Reach past the public API of FSDP1 and FSDP2 (torch 2.11 to 2.13): shards and their layout."""
+"""Reach past the public API of FSDP1, FSDP2 (torch 2.11 to 2.13) and DeepSpeed ZeRO-3 (0.18)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from torch.distributed import DeviceMesh, Store, distributed_c10d
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from cb_rollout.compat.zero3 import is_zero3, zero3_slice
 from cb_rollout.errors import ConfigurationError
 
 
@@ -102,8 +101,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
     FSDP's modules may show whole parameters after a forward, so their class counts (torch 2.13).
     """
-    sharding = FSDPModule | FullyShardedDataParallel
-    if any(isinstance(module, sharding) for module in model.modules()):
+    if has_fsdp2(model) or fsdp1_units(model):
         return True
     return any(isinstance(p, DTensor) or is_zero3(p) for p in model.parameters())
 
@@ -123,21 +121,27 @@ def may_overlap(mesh: DeviceMesh) -> bool:
     return not any(own in config.split(",") for config in configs)
 
 
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(parameter: Any) -> torch.Tensor:
     """Return this process's part of a parameter."""
     if isinstance(parameter, DTensor):
         return parameter.to_local()
-    return zero3_slice(parameter) if is_zero3(parameter) else parameter
+    return parameter.ds_tensor if is_zero3(parameter) else parameter
 
 
-def weight_writes(model: torch.nn.Module) -> list[tuple[int, int]]:
-    """Return the address of each parameter, and the writes to it that torch counted.
+def is_zero3(tensor: Any) -> bool:
+    """Return whether ZeRO-3 shards a parameter (DeepSpeed 0.18 marks it by `ds_id`)."""
+    return hasattr(tensor, "ds_id")
+
+
+def zero3_shape(tensor: Any) -> torch.Size:
+    """Return the whole shape of a ZeRO-3 parameter, whose own is empty (DeepSpeed 0.18)."""
+    return torch.Size(tensor.ds_shape)
+
+
+def write_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's local part, and the writes to it that torch counted.
 
     torch counts no write through `.data`, and a write to a DTensor's shard on the shard.
     """
-    writes_of = []
-    for parameter in model.parameters():
-        local = local_part(parameter)
-        writes = 0 if local.is_inference() else parameter._version + local._version
-        writes_of.append((local.data_ptr(), writes))
-    return writes_of
+    local = local_part(tensor)
+    return local.data_ptr(), 0 if local.is_inference() else tensor._version + local._version

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.fsdp import weight_writes
+from cb_rollout.compat.fsdp import write_state
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
@@ -307,7 +307,7 @@ class Engine:
         if self.runs_a_copy:
             return
         seen = self._weights_seen
-        now = self.training.num_steps, weight_writes(self.model)
+        now = self.training.num_steps, list(map(write_state, self.model.parameters()))
         if seen is not None and seen != now:
             self._forget_keys(self.policy_version + 1)
             _LOGGER.warning(

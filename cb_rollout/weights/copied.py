@@ -90,9 +90,9 @@ class CopiedWeights(WeightSynchronizer):
             if self._released:
                 self._taken.clear()
                 self._allocate_released()
-            stale = [weight for weight in weights if self._is_stale(weight, source)]
+            stale = [weight for weight in weights if self._is_stale(weight)]
             # Reading replaces a shard's storage, so take the states first.
-            states = {weight: _state(weight, source) for weight in stale}
+            states = {weight: _state(weight) for weight in stale}
             num_bytes = 0
             for weight, value in values_of(stale, source, self._stored_as):
                 target = fsdp_compat.local_part(self._held[weight.names[0]])
@@ -182,12 +182,12 @@ class CopiedWeights(WeightSynchronizer):
         target = self._held[weight.names[0]]
         return target.dtype, split_of(target)
 
-    def _is_stale(self, weight: Weight, source: PlainSource) -> bool:
+    def _is_stale(self, weight: Weight) -> bool:
         # torch counts no writes to inference tensors.
         if weight.is_buffer or any(t.requires_grad or t.is_inference() for t in weight.tensors):
             return True
         _, *taken = self._taken.get(weight.names, (None,))
-        return taken != [*_state(weight, source)]
+        return taken != list(_state(weight))
 
 
 def _structure(model: torch.nn.Module) -> list[object]:
@@ -201,15 +201,10 @@ def _structure(model: torch.nn.Module) -> list[object]:
     return structure
 
 
-def _state(weight: Weight, source: PlainSource) -> tuple[Signature, tuple[float, ...]]:
+def _state(weight: Weight) -> tuple[Signature, tuple[float, ...]]:
     """Return a value that changes when torch counts a write to any tensor of the weight."""
-    signature = []
-    for tensor in weight.tensors:
-        local = source.local(tensor)
-        # torch counts a write to a DTensor on it, and a write to its shard on the shard.
-        writes = 0 if local.is_inference() else tensor._version + local._version
-        signature.append((id(tensor), local.data_ptr(), writes))
-    return tuple(signature), tuple(added.scaling for added in weight.low_ranks)
+    signature = tuple((id(t), *fsdp_compat.write_state(t)) for t in weight.tensors)
+    return signature, tuple(added.scaling for added in weight.low_ranks)
 
 
 def _is_equal(held: torch.Tensor, value: torch.Tensor) -> bool:

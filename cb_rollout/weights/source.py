@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import fsdp as fsdp_compat
-from cb_rollout.compat import zero3 as zero3_compat
 from cb_rollout.compat.tensor_parallel import Split, Splits, parts, unsharded_part
 
 Request = tuple[Sequence[torch.Tensor], Splits]
@@ -41,10 +40,6 @@ class PlainSource:
     def shape(self, tensor: torch.Tensor) -> torch.Size:
         """Return the shape of the whole tensor."""
         return tensor.shape
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard; its storage and version reveal a write."""
-        return fsdp_compat.local_part(tensor)
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
         """Map the identity of each unit that must be gathered to read `tensors` to its bytes."""
@@ -121,10 +116,10 @@ class Zero3Source(PlainSource):
 
     @staticmethod
     def matches(model: torch.nn.Module) -> bool:
-        return any(zero3_compat.is_zero3(parameter) for parameter in model.parameters())
+        return any(fsdp_compat.is_zero3(parameter) for parameter in model.parameters())
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
-        return zero3_compat.zero3_shape(tensor) if zero3_compat.is_zero3(tensor) else tensor.shape
+        return fsdp_compat.zero3_shape(tensor) if fsdp_compat.is_zero3(tensor) else tensor.shape
 
     @contextmanager
     def read(
@@ -135,7 +130,7 @@ class Zero3Source(PlainSource):
 
         # Two tensors of a copy may hold one weight in different dtypes.
         unique = dict.fromkeys(tensors)
-        sharded: list[Any] = [tensor for tensor in unique if zero3_compat.is_zero3(tensor)]
+        sharded: list[Any] = [tensor for tensor in unique if fsdp_compat.is_zero3(tensor)]
         with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
             yield parts([tensor.data for tensor in tensors], splits)
 
@@ -148,7 +143,7 @@ def register_head(model: PreTrainedModel) -> None:
     """
     head: Any = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    if isinstance(weight, torch.nn.Parameter) and zero3_compat.is_zero3(weight):
+    if isinstance(weight, torch.nn.Parameter) and fsdp_compat.is_zero3(weight):
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
         deepspeed.zero.register_external_parameter(model, weight)

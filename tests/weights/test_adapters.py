@@ -245,9 +245,9 @@ def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
     is_stale = CopiedWeights._is_stale
 
     # Later syncs leave out the layers of an adapter.
-    def is_wanted(self, weight, source):
+    def is_wanted(self, weight):
         is_new = weight.names not in self._taken
-        return (is_new or not weight.low_ranks) and is_stale(self, weight, source)
+        return (is_new or not weight.low_ranks) and is_stale(self, weight)
 
     monkeypatch.setattr(CopiedWeights, "_is_stale", is_wanted)
     *_, last = differences(lora().eval())
