@@ -10,11 +10,13 @@ another user made or may write to is refused. Torch's own folder is named after 
 temporary files, where any user of the machine may make it first.
 """
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import platform
+import shutil
 import stat
 import tempfile
 import threading
@@ -155,14 +157,11 @@ def _machine() -> str:
 
 @cache
 def _temporary_folder(reason: str) -> Path:
-    """Make a folder for this process, and warn why."""
+    """Make a folder that is kept until this process ends, and warn why."""
     warnings.warn(f"Kernels are compiled for this process only: {reason}", stacklevel=2)
-    # Kept until the process ends.
-    _TEMPORARY.append(folder := tempfile.TemporaryDirectory(prefix="cb_rollout-"))
-    return Path(folder.name)
-
-
-_TEMPORARY: list[tempfile.TemporaryDirectory[str]] = []
+    folder = tempfile.mkdtemp(prefix="cb_rollout-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 GROUPED = "cb_rollout::grouped_product"

@@ -16,6 +16,8 @@ import torch
 
 from cb_rollout.compat.transformers import replacing_forward
 
+_LIMIT = "original_max_position_embeddings"
+
 
 class RowRope:
     """The modules of a model that choose their frequencies by length, and their limits."""
@@ -23,12 +25,9 @@ class RowRope:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules: list[tuple[torch.nn.Module, dict[str | None, int]]] = []
         for module, types in rotary_modules(model):
-            limits = {
-                layer_type: _longrope_limit(module, layer_type)
-                for layer_type, rope_type in types.items()
-                if rope_type == "longrope"
-            }
-            if limits:
+            if layers := [layer for layer, name in types.items() if name == "longrope"]:
+                parameters = module.config.rope_parameters
+                limits = {n: (parameters if n is None else parameters[n])[_LIMIT] for n in layers}
                 self._modules.append((module, limits))
         self.limits = tuple(sorted({n for _, limits in self._modules for n in limits.values()}))
         """Tokens of the longest row of each side but the last; empty: the model has one side."""
@@ -80,10 +79,11 @@ def forget_longer_rows(model: torch.nn.Module) -> None:
 
 def rotary_modules(
     model: torch.nn.Module,
-) -> Iterator[tuple[torch.nn.Module, dict[str | None, str]]]:
+) -> Iterator[tuple[Any, dict[str | None, str]]]:
     """Yield the modules that name a RoPE type, with the type of each kind of layer."""
-    for module in model.modules():
-        types: Any = getattr(module, "rope_type", None)
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        types = getattr(module, "rope_type", None)
         if next(module.buffers(recurse=False), None) is None:
             # It passes the name on, and computes no frequencies.
             continue
@@ -91,13 +91,6 @@ def rotary_modules(
             yield module, {None: types}
         elif isinstance(types, dict):
             yield module, {layer: name for layer, name in types.items() if isinstance(name, str)}
-
-
-def _longrope_limit(module: Any, layer_type: str | None) -> int:
-    parameters = module.config.rope_parameters
-    if layer_type is not None:
-        parameters = parameters[layer_type]
-    return parameters["original_max_position_embeddings"]
 
 
 def _selecting(

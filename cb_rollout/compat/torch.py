@@ -44,22 +44,14 @@ def wrapped_layer(module: Any) -> torch.nn.Module | None:
     return next((inner[name] for name in names if name in inner), None)
 
 
-def set_compilation_aside(model: torch.nn.Module) -> list[tuple[torch.nn.Module, Any]]:
-    """Have modules that `Module.compile()` compiled in place run as they are (torch 2.11 to 2.13).
+def as_in_evaluation(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
+    """Return the attributes, for `replacing`, that have a model run plainly in evaluation mode.
 
-    Returns each such module, with the call that `restore_compilation` gives back to it.
+    `Module.compile()` compiles modules in place (torch 2.11 to 2.13).
     """
     modules: list[Any] = list(model.modules())
-    compiled = [(module, call) for module in modules if (call := module._compiled_call_impl)]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    return compiled
-
-
-def restore_compilation(compiled: list[tuple[torch.nn.Module, Any]]) -> None:
-    """Have modules run compiled again."""
-    for module, call in compiled:
-        module._compiled_call_impl = call
+    training = [(module, "training", False) for module in modules if module.training]
+    return training + [(m, "_compiled_call_impl", None) for m in modules if m._compiled_call_impl]
 
 
 def compute_dtype(model: torch.nn.Module, mixed_precision: str = "no") -> torch.dtype:
@@ -166,27 +158,20 @@ def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
     return varlen_attn(*segments, **arguments)
 
 
-class SavedBytes:
-    """Count the bytes that forwards inside keep for their backward pass, weights left out."""
+@contextmanager
+def noting_saved_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
+    """Note what forwards inside keep for their backward pass: address to bytes; no weights."""
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._seen = {parameter.data_ptr() for parameter in model.parameters()}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._count, lambda tensor: tensor)
-        self.total = 0
-
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+    def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.total += storage.nbytes()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def __enter__(self) -> "SavedBytes":
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield saved
 
 
 # Hooks that need no call of their own once a forward is captured, by where they are defined.
@@ -206,13 +191,7 @@ CAPTURED_HOOKS = (
 
 def has_hooks(model: torch.nn.Module) -> bool:
     """Return whether a captured forward would leave out a call of a hook (torch 2.11 to 2.13)."""
-    if _module._has_any_global_hook():
-        return True
-    for module in model.modules():
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if not all(map(_is_captured, hooks)):
-            return True
-    return False
+    return _module._has_any_global_hook() or any(True for _ in _uncaptured_hooks(model))
 
 
 # Libraries whose hooks and replaced forwards shard or watch a model, or compute the same.
@@ -240,12 +219,15 @@ def own_forwards(model: torch.nn.Module) -> list[str]:
 
 def own_hooks(model: torch.nn.Module) -> list[str]:
     """Return the names of modules with a forward hook that none of some libraries put there."""
-    return [
-        name or "the model"
-        for name, module in model.named_modules()
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if not _is_captured(hook) and not _is_same(hook)
-    ]
+    return [name for name, hook in _uncaptured_hooks(model) if not _is_same(hook)]
+
+
+def _uncaptured_hooks(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
+    """Yield the hooks that a captured forward would not call, with their modules' names."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS):
+                yield name or "the model", hook
 
 
 def _is_same(function: Any) -> bool:
@@ -255,10 +237,6 @@ def _is_same(function: Any) -> bool:
     function = getattr(function, "__func__", function)
     names = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
     return f"{names['__name__']}.".startswith(_SAME_FORWARD)
-
-
-def _is_captured(hook: object) -> bool:
-    return getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS)
 
 
 # OpenMP 5.0's omp_pause_soft: keep settings, end threads.

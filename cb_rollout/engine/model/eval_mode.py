@@ -5,26 +5,25 @@ Changes only `training` flags, and what `Module.compile()` did. Any thread may c
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.rope import forget_longer_rows
-from cb_rollout.compat.torch import restore_compilation, set_compilation_aside
+from cb_rollout.compat.torch import as_in_evaluation
 
 _LOCK = threading.Lock()
 
 
 @dataclass(slots=True)
 class _Use:
-    """The users of a model, and what the last of them restores."""
+    """The users of a model, and what the last of them closes to restore its modules."""
 
     num_users: int = 0
-    training: list[torch.nn.Module] = field(default_factory=list)
-    compiled: list[tuple[torch.nn.Module, Any]] = field(default_factory=list)
+    replaced: ExitStack = field(default_factory=ExitStack)
 
 
 _USED: WeakKeyDictionary[torch.nn.Module, _Use] = WeakKeyDictionary()
@@ -38,11 +37,8 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
         use.num_users += 1
     try:
         with _LOCK:
-            training = [module for module in model.modules() if module.training]
-            use.training += training
-            for module in training:
-                module.training = False
-            use.compiled += set_compilation_aside(model)
+            if attributes := as_in_evaluation(model):
+                use.replaced.enter_context(replacing(attributes))
             if use.num_users == 1:
                 forget_longer_rows(model)
         yield
@@ -52,6 +48,4 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
             if not use.num_users:
                 # Where an engine is dropped during a step, the model may be collected before this.
                 _USED.pop(model, None)
-                for module in use.training:
-                    module.training = True
-                restore_compilation(use.compiled)
+                use.replaced.close()

@@ -20,7 +20,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.multimodal import image_argument_names, is_processor
 from cb_rollout.compat.rope import RowRope
-from cb_rollout.compat.torch import SavedBytes, compute_dtype, without_dropout
+from cb_rollout.compat.torch import compute_dtype, noting_saved_bytes, without_dropout
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
@@ -289,10 +289,11 @@ class PackedLoss:
         if not hf_compat.checkpointed_layers(model):
             return 0
         if self._bytes_per_token is None:
-            some, saved = self._comparable(run), SavedBytes(model)
-            with saved, without_dropout(model):
+            some = self._comparable(run)
+            with noting_saved_bytes(model) as saved, without_dropout(model):
                 some.scores(range(len(some.rows)), None, sys.maxsize)
-            self._bytes_per_token = max(1, saved.total // some.tokens.loss_tokens_computed)
+            num_bytes = sum(saved.values())
+            self._bytes_per_token = max(1, num_bytes // some.tokens.loss_tokens_computed)
         device = self._trainer.accelerator.device
         if self._training is None:
             self._training = TrainingMemory(model, model, device, self._trainer.optimizer, "auto")
