@@ -1,7 +1,6 @@
 """Reach past the public API of transformers 5.23's tensor parallelism and torch 2.13's DTensors."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,19 +32,6 @@ class Split:
     def part(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """Return this process's part of a whole tensor, or of its factor divided along `dim`."""
         return whole.index_select(self.dim if dim is None else dim, self.own.to(whole.device))
-
-
-Splits = Sequence[Split | None]
-"""For each of some tensors its division; None: every process holds it whole."""
-
-
-def parts(tensors: Sequence[torch.Tensor], splits: Splits | None) -> list[torch.Tensor]:
-    """Return this process's parts of whole tensors; without `splits` the tensors themselves."""
-    splits = splits or [None] * len(tensors)
-    return [
-        tensor if split is None else split.part(tensor)
-        for tensor, split in zip(tensors, splits, strict=True)
-    ]
 
 
 def distributed_config(config: PreTrainedConfig, size: int) -> Any:

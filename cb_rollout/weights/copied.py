@@ -118,8 +118,8 @@ class CopiedWeights(WeightSynchronizer):
     def _matching(self) -> tuple[PlainSource, list[Weight]]:
         """Match the training module's present tensors with the copy's.
 
-        The match is kept while the module holds the same tensors, whole and without adapters:
-        matching by name takes longer than copying a small model.
+        The match is kept while the module holds the same tensors, without adapters: matching by
+        name takes longer than copying a small model.
         """
         structure = _structure(self.trained)
         if self._matched is not None and self._matched[0] == structure:
@@ -133,9 +133,8 @@ class CopiedWeights(WeightSynchronizer):
         for weight in moved:
             self._taken.pop(weight.names, None)
         self._held = tensors_by_name(self.module)
-        is_kept = isinstance(source, PlainSource) and not has_adapters(self._source)
         # The weights keep the tensors alive, so no other tensor takes over an id.
-        self._matched = (structure, source, weights) if is_kept else None
+        self._matched = None if has_adapters(self._source) else (structure, source, weights)
         return source, weights
 
     def _check_forwards(self) -> None:

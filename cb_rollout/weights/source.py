@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from cb_rollout.compat import fsdp as fsdp_compat
-from cb_rollout.compat.tensor_parallel import Split, Splits, parts, unsharded_part
+from cb_rollout.compat.tensor_parallel import Split, unsharded_part
 
-Request = tuple[Sequence[torch.Tensor], Splits]
-"""The arguments of `PlainSource.read`."""
+Request = tuple[Sequence[torch.Tensor], Sequence[Split | None]]
+"""Tensors to read, and for each the division of which to read this process's part; None: all."""
 
 
 class PlainSource:
@@ -50,23 +50,18 @@ class PlainSource:
         return tensor
 
     @contextmanager
-    def read(
-        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
-    ) -> Iterator[list[torch.Tensor]]:
-        """Gather tensors, valid inside the context only.
-
-        Args:
-            tensors: `stored` tensors.
-            splits: for each tensor the division of which to read this process's part, or None to
-                read all of it; None: all of every tensor.
-        """
-        yield parts(tensors, splits)
+    def gathering(self, tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+        """Gather `stored` tensors; they are valid inside the context only."""
+        yield tensors
 
     def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
         """Read one request after another; what is yielded is valid until the next one."""
-        for request in requests:
-            with self.read(*request) as tensors:
-                yield tensors
+        for tensors, splits in requests:
+            with self.gathering(tensors) as whole:
+                yield [
+                    tensor if split is None else split.part(tensor)
+                    for tensor, split in zip(whole, splits, strict=True)
+                ]
 
 
 class Fsdp1Source(PlainSource):
@@ -93,15 +88,13 @@ class Fsdp1Source(PlainSource):
         return {id(p.unit): p.unit_bytes for p in self._placements_of(tensors)}
 
     @contextmanager
-    def read(
-        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
-    ) -> Iterator[list[torch.Tensor]]:
+    def gathering(self, tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and slices again after it."""
-        gathering = FullyShardedDataParallel.summon_full_params
+        gathered = FullyShardedDataParallel.summon_full_params
         with ExitStack() as stack:
             for unit in {id(p.unit): p.unit for p in self._placements_of(tensors)}.values():
-                stack.enter_context(gathering(unit, recurse=False, writeback=False))
-            yield parts([tensor.data for tensor in tensors], splits)
+                stack.enter_context(gathered(unit, recurse=False, writeback=False))
+            yield [tensor.data for tensor in tensors]
 
     def _placements_of(
         self, tensors: Sequence[torch.Tensor]
@@ -122,9 +115,7 @@ class Zero3Source(PlainSource):
         return fsdp_compat.zero3_shape(tensor) if fsdp_compat.is_zero3(tensor) else tensor.shape
 
     @contextmanager
-    def read(
-        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
-    ) -> Iterator[list[torch.Tensor]]:
+    def gathering(self, tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and emptied after it."""
         import deepspeed  # pyright: ignore[reportMissingImports]  # optional
 
@@ -132,7 +123,7 @@ class Zero3Source(PlainSource):
         unique = dict.fromkeys(tensors)
         sharded: list[Any] = [tensor for tensor in unique if fsdp_compat.is_zero3(tensor)]
         with deepspeed.zero.GatheredParameters(sharded, modifier_rank=None):
-            yield parts([tensor.data for tensor in tensors], splits)
+            yield [tensor.data for tensor in tensors]
 
 
 def register_head(model: PreTrainedModel) -> None:
@@ -170,32 +161,19 @@ class Fsdp2Source(PlainSource):
         is_smaller = tensor.is_floating_point() and dtype.itemsize < tensor.itemsize
         return tensor.to(dtype) if isinstance(tensor, DTensor) and is_smaller else tensor
 
-    @contextmanager
-    def read(
-        self, tensors: Sequence[torch.Tensor], splits: Splits | None = None
-    ) -> Iterator[list[torch.Tensor]]:
-        """Yield all-gathered copies; where there is a split, this process's part of each."""
-        yield _all_gathered(tensors, splits or [None] * len(tensors))
-
     def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
         """Begin to gather the next request before one is used, and hold both.
 
         Over gloo, finish each gather before the next begins.
         """
-        gathers = (_all_gathered(*request, is_async=True) for request in requests)
+        gathers = ([_gathered(*pair) for pair in zip(*r, strict=True)] for r in requests)
         following = next(gathers, None)
         while (tensors := following) is not None:
             following = next(gathers, None)
             yield tensors
 
 
-def _all_gathered(
-    tensors: Sequence[torch.Tensor], splits: Splits, *, is_async: bool = False
-) -> list[torch.Tensor]:
-    return [_gathered(*pair, is_async=is_async) for pair in zip(tensors, splits, strict=True)]
-
-
-def _gathered(tensor: torch.Tensor, split: Split | None, *, is_async: bool) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor if split is None else split.part(tensor)
     # Gather CPU-offloaded shards on the device that the mesh communicates on.
@@ -207,7 +185,7 @@ def _gathered(tensor: torch.Tensor, split: Split | None, *, is_async: bool) -> t
     if split is None:
         whole = [Replicate()] * tensor.device_mesh.ndim
         # The first operator on an asynchronous result waits for it.
-        is_async = is_async and fsdp_compat.may_overlap(tensor.device_mesh)
+        is_async = fsdp_compat.may_overlap(tensor.device_mesh)
         return tensor.redistribute(placements=whole, async_op=is_async).to_local()
     part = unsharded_part(tensor)
     return split.part(tensor.full_tensor()) if part is None else part

@@ -70,18 +70,13 @@ def weights_of(
     grouped: dict[tuple[object, ...], Weight] = {}
     for path, module, low_ranks in plain_modules(model, merges_adapters=merges_adapters):
         added = tuple(replace(pair, A=stored(pair.A), B=stored(pair.B)) for pair in low_ranks)
-        weights = [
-            Weight((path + name,), stored(base), added if name == "weight" else (), is_buffer=False)
-            for name, base in module.named_parameters(recurse=False)
-        ]
-        weights += [
-            Weight((path + name,), stored(base), (), is_buffer=True)
-            for name, base in module.named_buffers(recurse=False)
-        ]
-        for weight in weights:
+        buffers = dict(module.named_buffers(recurse=False))
+        for name, base in (dict(module.named_parameters(recurse=False)) | buffers).items():
+            is_buffer = name in buffers
+            low_ranks = added if name == "weight" and not is_buffer else ()
+            weight = Weight((path + name,), stored(base), low_ranks, is_buffer)
             dtype = weight.base.dtype
-            dtype = dtype if weight.is_buffer else held_dtype(module, dtype)
-            key = dtype, *map(id, weight.tensors)
+            key = dtype if is_buffer else held_dtype(module, dtype), *map(id, weight.tensors)
             if key in grouped:
                 weight = replace(weight, names=(*grouped[key].names, *weight.names))
             grouped[key] = weight
