@@ -75,6 +75,8 @@ class Loop:
         try:
             result = run(prompts, *ids, self.messages, None, None, {})
         finally:
+            # What was cancelled has ended by then.
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.async_loop).result()
             self.async_loop.call_soon_threadsafe(self.async_loop.stop)
             self.thread.join()
             self.async_loop.close()

@@ -10,11 +10,9 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import fields
-from functools import partial
 from itertools import chain, compress, groupby
 from types import SimpleNamespace
 from typing import Any
@@ -30,39 +28,11 @@ from cb_rollout.errors import (
 from cb_rollout.integrations.async_grpo.prompts import PromptSource
 from cb_rollout.integrations.async_grpo.samples import RolloutSample, SampleQueue
 from cb_rollout.integrations.async_grpo.upstream import async_rollout_worker as upstream
+from cb_rollout.integrations.concurrent_tools import DaemonThreads, abandon, call_tool
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 # Turns of the task's conversation, with policy versions of tokens in place of log-probabilities.
 TURNS: ContextVar[list[upstream.TurnRecord]] = ContextVar("TURNS")
-
-
-class EnvironmentPool(list[Any]):
-    """Environments between two conversations, without those in which a call still runs."""
-
-    def __init__(self, environments: list[Any], hung: list[Any]) -> None:
-        super().__init__(environments)
-        self._hung = hung
-
-    def append(self, environment: Any, /) -> None:
-        if not any(environment is hung for hung in self._hung):
-            super().append(environment)
-
-
-class DaemonThreads(Executor):
-    """An executor with a thread for each call: one that hangs holds up no other."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def call() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001  the waiting thread raises it
-                future.set_exception(error)
-
-        future.set_running_or_notify_cancel()
-        threading.Thread(target=call, name="cb_rollout tool", daemon=True).start()
-        return future
 
 
 class ConversationLoop(upstream._AsyncRolloutLoop):
@@ -112,11 +82,6 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         self._tool_timeout_seconds = generator.config.tool_timeout_seconds
         self._on_progress, self._first_version = on_progress, first_version
         self._hung: list[Any] = []
-        if self.environment_factories is not None:
-            self._environment_pool = {
-                name: EnvironmentPool(environments, self._hung)
-                for name, environments in self._environment_pool.items()
-            }
 
     def run(self) -> None:
         """Roll out until `stop`, or until something raises."""
@@ -150,6 +115,8 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
                     'one a chat, [{"role": "user", "content": text}].'
                 )
             for _ in range(self.num_generations):
+                # TRL takes the conversation's environment next.
+                abandon(self._hung, getattr(self, "_environment_pool", {}))
                 yield taken["index"], taken["row"]
 
     async def _generate_one(self, *arguments: Any, **named: Any) -> Any:
@@ -211,22 +178,15 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
             if name not in tools:
                 raise ToolTimeoutError(f"an earlier call has not ended, so {name} is not called.")
             tool = tools[name]
-            if inspect.iscoroutinefunction(tool):
-                running = asyncio.ensure_future(tool(**arguments))
-            else:
-                running = self._loop.run_in_executor(self._tool_pool, partial(tool, **arguments))
-            done, _ = await asyncio.wait({running}, timeout=self._tool_timeout_seconds)
-            if not done:
-                running.cancel()
-                if (environment := getattr(tool, "__self__", None)) is not None:
-                    self._hung.append(environment)
+            loop = self._loop if inspect.iscoroutinefunction(tool) else None
+            try:
+                return await call_tool(name, tool, arguments, self._tool_timeout_seconds, loop)
+            except ToolTimeoutError:
+                self._hung.append(getattr(tool, "__self__", None))
                 tools.clear()
-                raise ToolTimeoutError(
-                    f"the tool {name} took longer than "
-                    f"tool_timeout_seconds={self._tool_timeout_seconds:g}."
-                )
-            self._on_progress()
-            return running.result()
+                raise
+            finally:
+                self._on_progress()
 
         return call
 
