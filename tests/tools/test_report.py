@@ -13,7 +13,7 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import AUDIT_FILE, METRICS_FILE, RunRecorder, StepMetrics
 from cb_rollout.tools.report import write_comparison, write_report
 from cb_rollout.tools.report.figures import DRIFT_KEYS, series, smoothed
-from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, steps_shown
+from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, spread
 from cb_rollout.tools.report.svg import compact, linear_axis, log_axis
 from cb_rollout.tools.report.tokens import MAX_TOKENS_SHOWN, NUM_LEVELS, colour_level, visible_html
 
@@ -188,10 +188,10 @@ def test_a_run_with_no_whole_record_is_refused_with_advice(tmp_path):
 
 
 def test_the_first_middle_and_last_steps_are_shown_once_each():
-    assert steps_shown([]) == []
-    assert steps_shown([5]) == [5]
-    assert steps_shown([5, 9]) == [5, 9]
-    assert steps_shown(list(range(10, 15))) == [10, 12, 14]
+    assert spread([], 3) == []
+    assert spread([5], 3) == [5]
+    assert spread([5, 9], 3) == [5, 9]
+    assert spread(list(range(10, 15)), 3) == [10, 12, 14]
 
 
 def test_a_step_recorded_again_counts_once_as_recorded_last():

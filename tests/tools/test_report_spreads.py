@@ -16,7 +16,7 @@ from cb_rollout.tools.report.page import (
     MAX_SEQUENCES_PER_PAGE,
     MAX_STEPS_WITH_PAGES,
     PAGES_DIR,
-    steps_with_pages,
+    spread,
 )
 from cb_rollout.tools.report.svg import compact, percent
 
@@ -151,8 +151,8 @@ def test_an_earlier_reports_pages_are_gone(tmp_path):
 
 def test_pages_are_bounded_and_their_steps_evenly_spread():
     for num in (0, 1, 2, MAX_STEPS_WITH_PAGES):
-        assert steps_with_pages(range(num)) == list(range(num))
-    steps = steps_with_pages(range(10**5))
+        assert spread(range(num), MAX_STEPS_WITH_PAGES) == list(range(num))
+    steps = spread(range(10**5), MAX_STEPS_WITH_PAGES)
     assert len(steps) == MAX_STEPS_WITH_PAGES
     assert (steps[0], steps[-1]) == (0, 10**5 - 1)
     gaps = np.diff(steps)

@@ -36,7 +36,7 @@ class LiveReport(ThreadingHTTPServer):
                 folder = find_run_dir(self._run_dir)
                 stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.jsonl"))]
                 state = tuple((name, found.st_mtime_ns, found.st_size) for name, found in stats)
-                if state != self._state or not state:
+                if state != self._state:
                     self._page = write_report(folder).read_text(encoding="utf-8")
                     self._state = state
                 page = self._page

@@ -41,8 +41,8 @@ REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
 PAGES_DIR, PAGE_FILE = "report_pages", "step_{}.html"
 
-# The usual size of a group; three such steps load quickly on a phone.
-MAX_SEQUENCES_PER_STEP = 8
+# Steps in the report itself, and sequences of each, the usual size of a group.
+MAX_STEPS, MAX_SEQUENCES_PER_STEP = 3, 8
 
 # A page of so many completions, each cut as in the report, opens on a phone.
 MAX_SEQUENCES_PER_PAGE = 64
@@ -108,9 +108,10 @@ def _described(run: Run, runs: Sequence[Run]) -> str:
     return f"{run.run_id}{place}{resumed}"
 
 
-def steps_shown(steps: Sequence[int]) -> list[int]:
-    """Return the first, middle and last of ascending `steps`, each once."""
-    return sorted({steps[0], steps[(len(steps) - 1) // 2], steps[-1]}) if steps else []
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """Return `most` of ascending steps, evenly spread from the first to the last, or all."""
+    num = min(len(steps), most)
+    return [steps[place * (len(steps) - 1) // max(1, num - 1)] for place in range(num)]
 
 
 def run_name(run_dir: Path) -> str:
@@ -164,12 +165,6 @@ def _completions(
     )
 
 
-def steps_with_pages(steps: Sequence[int]) -> list[int]:
-    """Return the steps whose sequences get pages: all, or as many evenly spread ones as may."""
-    num = min(len(steps), MAX_STEPS_WITH_PAGES)
-    return [steps[place * (len(steps) - 1) // max(1, num - 1)] for place in range(num)]
-
-
 def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRecord]]:
     """Write a page of each chosen step in place of those of an earlier report.
 
@@ -179,16 +174,25 @@ def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRe
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     counts = run.num_sequences
-    waiting: dict[int, list[SequenceRecord]] = {s: [] for s in steps_with_pages(list(counts))}
-    shown: dict[int, list[SequenceRecord]] = {s: [] for s in steps_shown(list(waiting))}
+    chosen = spread(list(counts), MAX_STEPS_WITH_PAGES)
+    waiting: dict[int, list[SequenceRecord]] = {step: [] for step in chosen}
+    shown: dict[int, list[SequenceRecord]] = {step: [] for step in spread(chosen, MAX_STEPS)}
     # A step's records are adjacent but for evaluations, so that few steps wait at a time.
     for record in iterate_rollouts(run_dir, run, waiting.keys()):
         if (records := waiting.get(record.step)) is None:
             continue
         records.append(record)
         if len(records) == min(counts[record.step], MAX_SEQUENCES_PER_PAGE):
-            content = _page_of_step(name, run_dir, records, counts[record.step])
-            write_whole(folder / PAGE_FILE.format(record.step), content.encode())
+            page = html_page(
+                name,
+                f"""<header class="top">
+<p class="kicker">{visible_html(name)} &middot; <a href="../{REPORT_FILE}">report</a></p>
+<h1>Step {record.step:,}, {len(records):,} of {counts[record.step]:,} sequences</h1>
+</header>
+<section class="completions">{legend_html()}
+{sequences_html(records, partial(read_image, run_dir))}</section>""",
+            )
+            write_whole(folder / PAGE_FILE.format(record.step), page.encode())
             if record.step in shown:
                 shown[record.step] = records[:MAX_SEQUENCES_PER_STEP]
             del waiting[record.step]
@@ -197,7 +201,7 @@ def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRe
 
 def pages_table(counts: Mapping[int, int]) -> str:
     """Return the table of the steps with pages, closed until it is asked for."""
-    chosen = steps_with_pages(list(counts))
+    chosen = spread(list(counts), MAX_STEPS_WITH_PAGES)
     rows = "".join(
         f'<tr><td><a href="{PAGES_DIR}/{PAGE_FILE.format(step)}">{step:,}</a></td>'
         f"<td>{counts[step]:,}</td></tr>"
@@ -210,18 +214,6 @@ def pages_table(counts: Mapping[int, int]) -> str:
         f'<details class="pages"><summary>{claim} recorded sequences, by step</summary>'
         f"<table><thead><tr><th>step</th><th>sequences</th></tr></thead><tbody>{rows}</tbody>"
         "</table></details>"
-    )
-
-
-def _page_of_step(name: str, run_dir: Path, records: Sequence[SequenceRecord], num: int) -> str:
-    return html_page(
-        name,
-        f"""<header class="top">
-<p class="kicker">{visible_html(name)} &middot; <a href="../report.html">report</a></p>
-<h1>Step {records[0].step:,}, {len(records):,} of {num:,} sequences</h1>
-</header>
-<section class="completions">{legend_html()}
-{sequences_html(records, partial(read_image, run_dir))}</section>""",
     )
 
 
@@ -289,13 +281,11 @@ def write_comparison(
 
 
 def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
-    """Return names that differ: of the directories, with their path or their run if need be."""
+    """Return names that differ: of the directories, else with their paths and runs."""
     names = [run_name(folder) for folder in folders]
-    if names[0] != names[1]:
-        return names
-    if folders[0].resolve() != folders[1].resolve():
-        return [str(folder) for folder in folders]
-    return [f"{names[0]} {run.run_id}" for run in runs]
+    if names[0] == names[1]:
+        return [f"{folder} {run.run_id}" for folder, run in zip(folders, runs, strict=True)]
+    return names
 
 
 def _comparison(names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Metrics]) -> str:
