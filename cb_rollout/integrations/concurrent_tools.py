@@ -140,7 +140,8 @@ class ConcurrentTools:
             if index in self._hung:
                 return self._hung[index]
             try:
-                return await call_tool(*call, self._timeout_seconds, loop)
+                limit = self._timeout_seconds
+                return await call_tool(*call, timeout_seconds=limit, loop=loop)
             except Exception as error:  # noqa: BLE001  the trainer's thread raises it
                 if loop is None and isinstance(error, ToolTimeoutError):
                     self._hung[index] = error

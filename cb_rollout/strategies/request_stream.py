@@ -9,7 +9,7 @@ from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, EngineDeadError
 from cb_rollout.rollout.prompts import Prompt, encoded
 from cb_rollout.types import GenerationOutput
 
@@ -54,6 +54,10 @@ class RequestStream:
     def cancel(self, request_ids: Sequence[str]) -> None:
         """End sequences early; each still delivers its tokens."""
         self._manager.cancel_requests(request_ids)
+
+    def stop(self) -> None:
+        """Make a `take` that waits on another thread raise `EngineDeadError`."""
+        self._output_queue.close(EngineDeadError("the request stream was stopped."))
 
     def sleep(self) -> None:
         """Stop the engine; sequences in flight keep their tokens."""

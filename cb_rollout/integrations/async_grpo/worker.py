@@ -49,31 +49,6 @@ def _write(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) 
             own.copy_(tensor)
 
 
-class _Stopped(Exception):
-    """Ends the rollout thread when the run is over."""
-
-
-class _StoppableStream(RequestStream):
-    """A request stream that ends with the run."""
-
-    def __init__(
-        self, generator: Any, params: SamplingParams, is_stopping: threading.Event
-    ) -> None:
-        super().__init__(generator, params)
-        self._is_stopping = is_stopping
-
-    def submit(self, prompt: Any, num_sequences: int) -> list[str]:
-        if self._is_stopping.is_set():
-            raise _Stopped
-        return super().submit(prompt, num_sequences)
-
-    def take(self) -> GenerationOutput:
-        while (output := self._output_queue.take(timeout=POLL_SECONDS)) is None:
-            if self._is_stopping.is_set():
-                raise _Stopped
-        return output
-
-
 class _Asynchronous(Strategy):
     """A strategy whose groups are always carried, as many as may be in flight."""
 
@@ -162,6 +137,7 @@ class AsyncRollouts:
         self._model_version = 0
         self._first_version = 0
         self._conversations: ConversationLoop | None = None
+        self._stream: RequestStream | None = None
         self._is_stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -185,8 +161,9 @@ class AsyncRollouts:
     def stop(self) -> None:
         """Stop the thread and the engine; may be called twice."""
         self._is_stopping.set()
-        if self._conversations is not None:
-            self._conversations.stop()
+        for rollouts in (self._conversations, self._stream):
+            if rollouts is not None:
+                rollouts.stop()
         self.resume()
         if self._thread is not None:
             self._thread.join()
@@ -261,10 +238,9 @@ class AsyncRollouts:
                 self._roll_out_conversations()
             else:
                 self._roll_out_groups()
-        except _Stopped:
-            pass
         except BaseException as error:  # noqa: BLE001  the trainer's thread raises it
-            self._error = error
+            if not self._is_stopping.is_set():
+                self._error = error
 
     def _roll_out_conversations(self) -> None:
         most, limit = self._max_outstanding, self._args.max_inflight_tasks
@@ -287,8 +263,9 @@ class AsyncRollouts:
         self._last_progress = time.monotonic()
 
     def _roll_out_groups(self) -> None:
+        self._stream = RequestStream(self.generator, self._params)
         collector = GroupCollector(
-            _StoppableStream(self.generator, self._params, self._is_stopping),
+            self._stream,
             iter(self._source),
             self._reward,
             self._strategy,
@@ -296,7 +273,7 @@ class AsyncRollouts:
             runs_while_training=True,
         )
         try:
-            while True:
+            while not self._is_stopping.is_set():
                 (group,) = collector.collect(1)
                 self._note_progress()
                 self._put(group, collector.metrics())
@@ -324,8 +301,6 @@ class AsyncRollouts:
             with suppress(queue.Full):
                 self.rollout_buffer.put(sample, timeout=POLL_SECONDS)
                 return
-            self._note_progress()
-        raise _Stopped
 
     def _report_age(self, sample: RolloutSample) -> None:
         self._source.take(sample.prompt_index)

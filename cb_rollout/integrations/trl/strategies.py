@@ -126,7 +126,8 @@ class TrainerStrategy:
         kept: list[Batch] = []
         spare: list[Batch] = []
         while True:
-            for group in _groups_of(self._scored(rows, score), size):
+            batch = images.divided_images(self._scored(rows, score))
+            for group in upstream.utils.split_tensor_dict(batch, len(rows)):
                 has_advantage = bool((group["advantages"] != 0).any())
                 (kept if has_advantage else spare).append(group)
             kept, num_missing = deal(trainer.accelerator, kept, num_wanted)
@@ -183,22 +184,6 @@ def _shuffled_rows(trainer: Any) -> Iterator[Example]:
         draws.shuffle(order)
         for index in order[accelerator.process_index :: accelerator.num_processes]:
             yield trainer.train_dataset[index]
-
-
-def _groups_of(batch: Batch, size: int) -> list[Batch]:
-    num_rows = len(batch["advantages"])
-    batch = images.divided_images(batch)
-    for name, value in batch.items():
-        if _is_scalar(value):
-            continue
-        if not isinstance(value, torch.Tensor | list) or len(value) != num_rows:
-            raise ConfigurationError(
-                f"dynamic sampling cannot divide a batch that holds {name}; use Plain()."
-            )
-    return [
-        {k: v if _is_scalar(v) else v[i : i + size] for k, v in batch.items()}
-        for i in range(0, num_rows, size)
-    ]
 
 
 def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
