@@ -22,7 +22,7 @@ from transformers import (
 
 from cb_rollout.compat.multimodal import is_processor, reads_images, text_tokenizer
 from cb_rollout.compat.tensor_parallel import distributed_config
-from cb_rollout.errors import ConfigurationError, abbreviated, error_text
+from cb_rollout.errors import ConfigurationError, RolloutError, abbreviated, error_text
 
 # "auto" is the dtype that the checkpoint was saved in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -51,14 +51,12 @@ def load_model(
     """
     require_dtype(dtype)
     target = torch_device(device)
-    _require_directory(name)
     options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     advice = "pass the directory that save_pretrained wrote, with config.json and all its weights"
     with _loading("causal language model", name, advice):
         config = AutoConfig.from_pretrained(name)
-    if tensor_parallel_size > 1:
-        options["distributed_config"] = distributed_config(config, tensor_parallel_size)
-    with _loading("causal language model", name, advice):
+        if tensor_parallel_size > 1:
+            options["distributed_config"] = distributed_config(config, tensor_parallel_size)
         loaded: Any = _model_class(config).from_pretrained(name, **options)
     model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):
@@ -90,7 +88,6 @@ def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
     Returns it, and the dtype that the checkpoint was saved in. `ConfigurationError`: there is no
     config of such a model.
     """
-    _require_directory(name)
     with _loading("causal language model", name, "pass the directory of its config.json"):
         config = AutoConfig.from_pretrained(name)
         # Creating the model writes its dtype into the config.
@@ -104,7 +101,6 @@ def load_tokenizer(name: str) -> Any:
 
     Of a model that reads images, load the processor; without it, log why, and take text alone.
     """
-    _require_directory(name)
     try:
         reads = reads_images(AutoConfig.from_pretrained(name))
     except Exception:  # noqa: BLE001  a tokenizer may be alone; its own error says more
@@ -159,8 +155,11 @@ def torch_device(device: str) -> torch.device:
 
 @contextmanager
 def _loading(noun: str, name: str, advice: str) -> Iterator[None]:
+    _require_directory(name)
     try:
         yield
+    except RolloutError:
+        raise
     except Exception as error:
         where = "" if Path(name).exists() else ", which is not a local directory"
         raise ConfigurationError(

@@ -216,7 +216,7 @@ def test_an_error_of_generate_is_one_line(checkpoint, jsonl, capsys, monkeypatch
 def test_generate_has_every_option_of_the_data_set_function(checkpoint, jsonl):
     required = ["generate", "--model", "m", "--input", "i", "--output", "o"]
     plain = vars(create_parser().parse_args(required))
-    assert set(plain) == {"model", "dataset", "output", "run"}
+    assert set(plain) == {"model", "dataset", "output", "run", "is_json"}
     for field in dataclasses.fields(DatasetOptions):
         flag = f"--{field.name.replace('_', '-')}"
         given = [flag] if field.default is False else [flag, "1"]

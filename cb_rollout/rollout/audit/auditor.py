@@ -9,6 +9,7 @@ N: tokens of all sequences, T: completion tokens of a sequence, V: vocabulary.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -172,10 +173,9 @@ class _Auditor:
             self.step_N = self.reported_N.abs() * torch.finfo(dtype).eps
         self.clean = self._tested(Hypothesis(cause, detail, trainer))
 
-    def _logits(self, change: Change, num_rows: int | None = None) -> Iterator[torch.Tensor]:
-        """Yield the logits, `[T, V]`, of the first rows by a changed forward; None: of all."""
-        numbers = range(len(self.lengths))[:num_rows]
-        return (self.forwards.logits(number, change) for number in numbers)
+    def _logits(self, change: Change) -> Iterator[torch.Tensor]:
+        """Yield the logits of each row, `[T, V]`, by a changed forward."""
+        return (self.forwards.logits(number, change) for number in range(len(self.lengths)))
 
     def _measured_rounding(self, trainer: Prediction) -> float:
         """Return the rounding of a logit, root-mean-square, in nats.
@@ -188,7 +188,7 @@ class _Auditor:
         sizes_N, own_N = trainer.sizes_N[:num_tokens], trainer.logprobs_N[:num_tokens]
 
         def values() -> torch.Tensor:
-            logits = self._logits(Change(), agreement.NUM_MEASURED)
+            logits = islice(self._logits(Change()), agreement.NUM_MEASURED)
             return self.readouts.read(self.readouts.claimed, logits).logprobs_N
 
         is_fast = agreement.is_measurable(self.forwards.inner, sum(row.num_tokens for row in rows))
@@ -284,7 +284,8 @@ class _Auditor:
             explains = evidence.explains(own.distances_N, own.noise_N)
             if own is clean:
                 # One number beyond rounding is a difference, unless 16 bits flip an expert.
-                explains = bool(compared) or (explains and self.forwards.is_short())
+                is_short = self.forwards.compute_dtype().itemsize < torch.float32.itemsize
+                explains = bool(compared) or (explains and is_short)
             elif noise_share:
                 # Another cause leaves the numbers closer to the trainer's than to these.
                 explains &= distance < 0.9 * float(clean.distances_N.mean())

@@ -79,13 +79,9 @@ class Forwards:
 
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype that forwards round to here, autocast included."""
-        kind = self.device.type
-        is_short = torch.is_autocast_enabled(kind)
-        return torch.get_autocast_dtype(kind) if is_short else compute_dtype(self.inner)
-
-    def is_short(self) -> bool:
-        """Return whether forwards round to 16 bits."""
-        return self.compute_dtype().itemsize < torch.float32.itemsize
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.get_autocast_dtype(self.device.type)
+        return compute_dtype(self.inner)
 
     @torch.no_grad()
     def logits(self, number: int, change: Change) -> torch.Tensor:

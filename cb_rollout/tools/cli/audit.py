@@ -1,12 +1,11 @@
 """`cb-rollout audit`: name the cause of a difference between rollouts and a trainer's model."""
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.tools.cli.command import EXIT_PARTLY, add_json, write_json
+from cb_rollout.tools.cli.command import EXIT_PARTLY, Answer, add_json
 
 TRUNCATION = ("top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -35,10 +34,10 @@ def add_audit(commands: Any) -> None:
     parser.add_argument("--dtype", default="auto", help="the trainer's (auto: the checkpoint's)")
     parser.add_argument("--device", default="auto", help="auto: a GPU where there is one")
     add_json(parser)
-    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
+    parser.set_run(_run)
 
 
-def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
+def _run(arguments: argparse.Namespace) -> Answer:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.rollout.audit.auditor import audit
     from cb_rollout.rollout.audit.records import read_rollouts
@@ -60,8 +59,5 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
         logprobs_mode=arguments.logprobs_mode,
         num_sequences=arguments.num_sequences,
     )
-    if arguments.is_json:
-        write_json({"cause": report.cause, "sentence": report.sentence, **asdict(report)})
-    else:
-        print(in_options(str(report)))
-    return 0 if report else EXIT_PARTLY
+    value = {"cause": report.cause, "sentence": report.sentence, **asdict(report)}
+    return Answer(str(report), value, 0 if report else EXIT_PARTLY)

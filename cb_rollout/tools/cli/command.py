@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from cb_rollout.config.rollout import SYNONYMS
 from cb_rollout.errors import ConfigurationError, RolloutError
@@ -29,15 +29,33 @@ SETTING = re.compile(r"(?<![\w.'/-])([a-z]\w*)(?![\w/])(?:(=)('[^'\s]+'|True\b)?
 EXIT_INTERRUPTED = 130
 
 
+class Answer(NamedTuple):
+    """What a command prints, as text or with `--json` as a JSON object, and its exit code."""
+
+    text: str
+    value: Mapping[str, Any]
+    exit_code: int = 0
+
+
 class CommandParser(argparse.ArgumentParser):
     """Parser of a command, which knows the option of each setting."""
 
-    def set_run(self, run: Callable[[argparse.Namespace], int]) -> None:
-        """Make `run` the command, and put its errors into a line that names options."""
+    def set_run(self, run: Callable[[argparse.Namespace], int | Answer]) -> None:
+        """Make `run` the command; in its answer and its errors settings are named by options.
+
+        A command that returns an exit code has printed what it has to say.
+        """
 
         def checked(arguments: argparse.Namespace) -> int:
             try:
-                return run(arguments)
+                answer = run(arguments)
+                if isinstance(answer, int):
+                    return answer
+                if arguments.is_json:
+                    write_json(answer.value)
+                else:
+                    print(self.in_options(answer.text))
+                return answer.exit_code
             except RolloutError as error:
                 text, code = self.in_options(str(error)), EXIT_FAULT
             except KeyboardInterrupt as interrupt:
@@ -98,7 +116,7 @@ def add_fields(
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json`, which is `is_json` of the parsed arguments."""
     text = "print one JSON object instead of text"
-    parser.add_argument("--json", dest="is_json", action="store_true", help=text)
+    parser.add_argument("--json", dest="is_json", action="store_true", default=False, help=text)
 
 
 def write_json(value: Any) -> None:

@@ -9,9 +9,6 @@ import math
 import os
 import runpy
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +62,6 @@ def recipe_path() -> Path:
     return path if path.exists() else package.parent / RECIPE
 
 
-@contextmanager
-def _quiet_packages() -> Iterator[None]:
-    # accelerate imports deepspeed where it is installed, which then says that it found no GPU.
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # peft imports bitsandbytes where it is installed, which then says that it found no `kernels`.
-    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    kernels.addFilter(_is_not_of_kernels)
-    with warnings.catch_warnings():
-        # trl 1.16 reads a name that transformers 5.23 deprecates.
-        deprecated = "`is_gradient_checkpointing` is deprecated"
-        warnings.filterwarnings("ignore", deprecated, FutureWarning, r"transformers\.")
-        try:
-            yield
-        finally:
-            kernels.removeFilter(_is_not_of_kernels)
-
-
 def _is_not_of_kernels(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
@@ -98,11 +78,14 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"--{name.replace('_', '-')} {value} is {bound}.")
     if "output_dir" in given:
         require_writable(Path(given["output_dir"]))
+    # accelerate imports deepspeed where it is installed, which then says that it found no GPU.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # peft imports bitsandbytes where it is installed, which then says that it found no `kernels`.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_not_of_kernels)
     before = sys.argv
     sys.argv = [path, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
     try:
-        with _quiet_packages():
-            runpy.run_path(path, run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else EXIT_FAULT
     finally:

@@ -9,12 +9,11 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from cb_rollout import __version__
-from cb_rollout.tools.cli.command import add_json, write_json
+from cb_rollout.tools.cli.command import Answer, add_json
 
 PACKAGES = (
     *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "numpy"),
@@ -74,16 +73,10 @@ def _gpus() -> list[str]:
     return done.stdout.splitlines()
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    found = environment()
-    if arguments.is_json:
-        write_json(found)
-        return 0
-    rows = []
+def _run(_: argparse.Namespace) -> Answer:
+    found, rows = environment(), []
     for name, value in found.items():
         for key, text in value.items() if isinstance(value, Mapping) else [(name, value)]:
             lines = text if isinstance(text, list) else [text]
-            rows += [f"{key:<26} {line or 'none'}\n" for line in lines or [None]]
-    # One write: a reader such as `head` may close the pipe after a line.
-    sys.stdout.write("".join(rows))
-    return 0
+            rows += [f"{key:<26} {line or 'none'}" for line in lines or [None]]
+    return Answer("\n".join(rows), found)

@@ -2,10 +2,9 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields, add_json, write_json
+from cb_rollout.tools.cli.command import EXIT_PARTLY, Answer, add_fields, add_json
 from cb_rollout.tools.dataset.options import DatasetOptions
 
 DESCRIPTION = """\
@@ -40,18 +39,15 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false", help=text)
     add_json(parser)
     add_fields(parser, DatasetOptions)
-    parser.set_run(lambda arguments: _run(arguments, parser.in_options))
+    parser.set_run(_run)
 
 
-def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
+def _run(arguments: argparse.Namespace) -> Answer:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.dataset import generate_dataset
 
-    options = {name: value for name, value in vars(arguments).items() if name != "run"}
-    is_json = options.pop("is_json", False)
+    of_command = ("run", "is_json")
+    options = {name: value for name, value in vars(arguments).items() if name not in of_command}
     report = generate_dataset(**options)
-    if is_json:
-        write_json(dataclasses.asdict(report))
-    else:
-        print(in_options(str(report)))
-    return EXIT_PARTLY if report.num_failed else 0
+    exit_code = EXIT_PARTLY if report.num_failed else 0
+    return Answer(str(report), dataclasses.asdict(report), exit_code)

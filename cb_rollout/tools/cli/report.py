@@ -7,7 +7,7 @@ from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import list_runs
-from cb_rollout.tools.cli.command import add_json, write_json
+from cb_rollout.tools.cli.command import Answer, add_json
 from cb_rollout.tools.report import write_comparison, write_report, write_trace
 from cb_rollout.tools.report.live import LiveReport
 
@@ -35,14 +35,11 @@ def add_report(commands: Any) -> None:
     parser.set_run(_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> Answer:
     if arguments.list:
         runs = list_runs(arguments.run_dir)
-        if arguments.is_json:
-            write_json({"runs": [dataclasses.asdict(run) for run in runs]})
-        else:
-            print(*runs, sep="\n")
-        return 0
+        value = {"runs": [dataclasses.asdict(run) for run in runs]}
+        return Answer("\n".join(map(str, runs)), value)
     run_dir, other, run_ids = arguments.run_dir, arguments.other_run_dir, arguments.run_ids or []
     if len(run_ids) > (num_dirs := 1 if other is None else 2):
         raise ConfigurationError(
@@ -58,11 +55,7 @@ def _run(arguments: argparse.Namespace) -> int:
         path = write_report(run_dir, first)
     else:
         path = write_comparison(run_dir, other, (first, second))
-    if arguments.is_json:
-        write_json({"path": str(path)})
-    else:
-        print(path)
-    return 0
+    return Answer(str(path), {"path": str(path)})
 
 
 def add_watch(commands: Any) -> None:
