@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -32,21 +32,9 @@ GRACE_SECONDS = 10.0
 class FailureWatch:
     """Report this process's failure to the others, and raise theirs here."""
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        end_process: Callable[[str], None] | None = None,
-        grace_seconds: float = GRACE_SECONDS,
-    ) -> None:
-        """Clone the store that all processes share; no thread starts before `watched()`.
-
-        If this process still runs `grace_seconds` after another one failed, `end_process` is called
-        with the failure's text; None: exit with code 1.
-        """
+    def __init__(self, store: Any, rank: int) -> None:
+        """Clone the store that all processes share; no thread starts before `watched()`."""
         self._store, self._rank = store.clone(), rank
-        self._end_process = end_process or _end_process
-        self._grace_seconds = grace_seconds
         self._num_watches = 0
         self._is_watching = False
 
@@ -96,19 +84,18 @@ class FailureWatch:
                 failure = self._store.get(key).decode()
             except RuntimeError:
                 return
-            if not done.wait(self._grace_seconds):
-                self._end_process(failure)
+            if not done.wait(GRACE_SECONDS):
+                self.end_process(failure)
             return
 
-
-def _end_process(failure: str) -> None:
-    """Exit without unwinding, because the main thread is blocked in a collective."""
-    print(  # noqa: T201 - the process exits before a logger would flush
-        f"cb_rollout: another process failed first, and this one waits for it. {failure}",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
+    def end_process(self, failure: str) -> None:
+        """Exit without unwinding, because the main thread is blocked in a collective."""
+        print(  # noqa: T201 - the process exits before a logger would flush
+            f"cb_rollout: another process failed first, and this one waits for it. {failure}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 def create_failure_watch() -> FailureWatch | None:

@@ -255,11 +255,7 @@ class RolloutGenerator:
             raise ConfigurationError(f"level={level!r} of sleep() is not 1 or 2.")
         if level == 1 and self.is_asleep:
             return
-        with (
-            interrupts_deferred(),
-            self.manager.durations.timed(SLEEP),
-            self.manager.loop.paused(),
-        ):
+        with interrupts_deferred(), self.manager.durations.timed(SLEEP), self.manager.loop.paused():
             if level == 2:
                 self._weights.release()
                 self.manager.pauses.hold(PauseReason.WEIGHTS)

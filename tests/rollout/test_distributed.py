@@ -1,6 +1,7 @@
 """A process raises the failure of another, and reports its own; two watches share a store."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -15,14 +16,13 @@ SECONDS = 30
 class Processes:
     """Two watches on one store; what `end_process` was called with, by rank."""
 
-    def __init__(self, grace_seconds=0.0):
+    def __init__(self):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True)
         self.ended = {}
         self.someone_ended = threading.Event()
-        self.watches = [
-            FailureWatch(self.store, rank, lambda text, r=rank: self.end(r, text), grace_seconds)
-            for rank in range(2)
-        ]
+        self.watches = [FailureWatch(self.store, rank) for rank in range(2)]
+        for rank, watch in enumerate(self.watches):
+            watch.end_process = partial(self.end, rank)
 
     def end(self, rank, text):
         self.ended[rank] = text
@@ -36,6 +36,7 @@ def fail(error):
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
     monkeypatch.setattr("cb_rollout.rollout.distributed.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("cb_rollout.rollout.distributed.GRACE_SECONDS", 0.0)
 
 
 def test_a_process_at_work_is_ended_when_another_failed():
@@ -47,8 +48,9 @@ def test_a_process_at_work_is_ended_when_another_failed():
     assert processes.ended == {0: "rank 1: ValueError: no such verifier"}
 
 
-def test_an_error_that_follows_anothers_failure_names_that_failure():
-    processes = Processes(grace_seconds=SECONDS)
+def test_an_error_that_follows_anothers_failure_names_that_failure(monkeypatch):
+    monkeypatch.setattr("cb_rollout.rollout.distributed.GRACE_SECONDS", SECONDS)
+    processes = Processes()
 
     def fail_after_the_other():
         with pytest.raises(ValueError, match="no such verifier"):
