@@ -48,11 +48,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "wandb")
 KERNELS = ("flash_attn", "kernels", "triton", "torch.nn.attention.varlen")
 
 # The packages of each extra.
-EXTRAS = {
-    "server": ("fastapi", "uvicorn"),
-    "grammar": ("xgrammar",),
-    "ray": ("ray",),
-}
+EXTRAS = {"server": ("fastapi", "uvicorn"), "grammar": ("xgrammar",), "ray": ("ray",)}
 
 # Prompt lengths, in tokens: one below the block size and one above the probe's, so that rows are
 # padded.

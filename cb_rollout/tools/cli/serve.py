@@ -27,9 +27,7 @@ KEY_VARIABLE = "CB_ROLLOUT_API_KEY"
 def add_serve(commands: Any) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
-        "serve",
-        help="serve a checkpoint to OpenAI clients",
-        description=DESCRIPTION,
+        "serve", help="serve a checkpoint to OpenAI clients", description=DESCRIPTION
     )
     parser.add_argument("model", metavar="MODEL", help="A checkpoint's directory or hub name.")
     notes = {

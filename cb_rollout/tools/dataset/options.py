@@ -61,8 +61,7 @@ class DatasetOptions:
     max_num_seqs: int | None = _field(None, "Most sequences decoded together; None: by device.")
     max_memory_percent: float = _field(0.8, "Share of the free memory that the KV cache may take.")
     dtype: str = _field(
-        "auto",
-        "Of the weights: auto (the checkpoint's), float32, bfloat16, float16.",
+        "auto", "Of the weights: auto (the checkpoint's), float32, bfloat16, float16."
     )
     device: str = _field("auto", "Where to run; auto: a GPU where there is one, else the CPU.")
 

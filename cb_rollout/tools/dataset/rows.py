@@ -118,11 +118,6 @@ class Row:
     values: dict[str, Any]
     """The row as it was read."""
 
-    @property
-    def prompt(self) -> str | list[Any]:
-        """Return text, messages, or token ids."""
-        return self.values["prompt"] if "prompt" in self.values else self.values["messages"]
-
 
 def survey(source: Source) -> tuple[int, str]:
     """Check every row; return their number, and a digest of them in their order.
@@ -212,7 +207,7 @@ def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: R
         InvalidRequestError: the row does not fit the tokenizer or the options, or a picture cannot
             be read.
     """
-    prompt: Any = row.prompt
+    prompt: Any = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
     system_prompt = options.system_prompt
     # The pictures of a chat are its own, or the row's in their place.
     names = row.values.get("images") or _image_names(row.values)
