@@ -1,5 +1,1 @@
-"""Images of prompts: `processor` makes token ids and tensors of a prompt with pictures.
-
-`prompt_images` holds them and gives a forward its tensors and positions. `check` compares a model
-with its plain forward. The forward itself is `model.runner`'s.
-"""
+"""Own images of prompts: their encoding, what a forward takes of them, the check of a model."""

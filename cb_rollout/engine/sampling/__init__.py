@@ -1,5 +1,1 @@
-"""Turn logits into tokens and log-probabilities.
-
-`sampler` gives sequences their next tokens. It calls `logits_processors`, `truncation`, then
-`draw`. Called by `executor` and `cuda_graphs`.
-"""
+"""Own the way from logits to tokens and log-probabilities, for `executor` and `cuda_graphs`."""
