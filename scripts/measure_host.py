@@ -23,7 +23,7 @@ from cb_rollout import RolloutConfig, SamplingParams
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.cuda_graphs.capture import Replay
-from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes, PendingStep
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.request import Request
@@ -88,7 +88,7 @@ def empty_graphs(engine: Engine, num_rows: int) -> GraphedDecoding:
         return lambda: graphs._sampler.results
 
     backend = TritonBackend(engine.layout, CPU)
-    graphs = GraphedDecoding(engine.runner, backend, GraphSizes(), num_rows, capture=capture)
+    graphs = GraphedDecoding(engine.runner, backend, num_rows, capture=capture)
     # That the logits make a distribution, and leave a token to sample.
     graphs._sampler.results[:, 2:4] = 1
     graphs.check_weights()

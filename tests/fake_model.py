@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
 from cb_rollout.engine.cuda_graphs.inputs import Line
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.paged import BlockTable
@@ -236,9 +236,8 @@ class FakeModel:
             rows_per_tile=3,
             cache=SimpleNamespace(is_recurrent=False),
         )
-        sizes = GraphSizes()
         graphs = GraphedDecoding(
-            self, decoding, sizes, self.limits.max_requests, capture=lambda step: self.replay
+            self, decoding, self.limits.max_requests, capture=lambda step: self.replay
         )
         for key in graphs._row_keys:
             graphs.add(key, self.limits.block_size)

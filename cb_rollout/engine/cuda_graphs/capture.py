@@ -44,11 +44,17 @@ class CudaCapture:
             step()
             with _refusing_waits():
                 step()
-            # Other threads may train, and allocate, during the capture.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                result = _without_cached_casts(step)
+            # Other threads may train, and allocate, during the capture. A model's own forward may
+            # autocast, as accelerate wraps it: a replay would read a cast from before the capture,
+            # and a cast of the capture is empty before a replay.
+            torch.clear_autocast_cache()
+            try:
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ):
+                    result = step()
+            finally:
+                torch.clear_autocast_cache()
         caller.wait_stream(self._stream)
 
         def replay() -> torch.Tensor:
@@ -56,19 +62,6 @@ class CudaCapture:
             return result
 
         return replay
-
-
-def _without_cached_casts(step: Replay) -> torch.Tensor:
-    """Run a step that takes no cast of a weight from autocast's cache, and leaves none there.
-
-    A model's own forward may autocast, as accelerate wraps it. A replay would read a cast from
-    before the capture, and a cast of the capture is empty before a replay.
-    """
-    torch.clear_autocast_cache()
-    try:
-        return step()
-    finally:
-        torch.clear_autocast_cache()
 
 
 @contextmanager

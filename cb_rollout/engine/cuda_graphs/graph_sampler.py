@@ -10,6 +10,7 @@ B: rows of a graph, N: most rows, V: vocabulary, U: different parameters.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,7 @@ class GraphSampler:
         """float64, `[N, NUM_RESULTS]`."""
         self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
         # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
-        self._kept_NV: torch.Tensor | None = None
-        self._measures: torch.Tensor | None = None
-        self._limits: torch.Tensor | None = None
+        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def host_results(self) -> torch.Tensor:
         """Return system memory for the results; pinned, where there is a device."""
@@ -77,12 +76,12 @@ class GraphSampler:
 
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
-        self._kept_NV = self._measures = self._limits = None
+        self._buffers = None
 
     def kept(self, num_rows: int) -> torch.Tensor:
         """Return the logits of a step that kept them, in the model's dtype, `[num_rows, V]`."""
-        assert self._kept_NV is not None, "no step has run"
-        return self._kept_NV[:num_rows]
+        assert self._buffers is not None, "no step has run"
+        return self._buffers[0][:num_rows]
 
     def lines(self, requests: Sequence[Request]) -> Mapping[Line, Sequence[float] | np.ndarray]:
         distinct = distinct_params(requests)
@@ -105,26 +104,22 @@ class GraphSampler:
 
         (B, V), N = logits_BV.shape, lines_LN.shape[1]
         num_parts = -(-V // kernels.CHUNK)
-        self._allocate(logits_BV, N, num_parts)
+        if self._buffers is None:
+            # In a run before a capture: outside of its pool.
+            new = partial(logits_BV.new_empty, dtype=torch.float32)
+            measures, limits = new(N, 5, num_parts), new(N, 3)
+            self._buffers = logits_BV.new_empty(N, V), measures, limits
+        kept_NV, measures, limits = self._buffers
         if logits_BV.stride(1) != 1:
             logits_BV = logits_BV.contiguous()
         rows = lines_LN, self._never_sampled, N, logits_BV.stride(0), V, num_parts
         never = len(self.sampling.never_sampled)
         fixed: dict[str, Any] = {"NUM_NEVER": never, "CHUNK": kernels.CHUNK}
         kernels.measure_kernel[(B, num_parts)](
-            logits_BV, self._kept_NV, self._measures, *rows, **fixed, num_warps=8
+            logits_BV, kept_NV, measures, *rows, **fixed, num_warps=8
         )
         fixed["PARTS_WIDTH"] = 1 << (num_parts - 1).bit_length()
-        inputs = logits_BV, self._measures, self._limits
+        inputs = logits_BV, measures, limits
         kernels.truncate_kernel[(B,)](*inputs, *rows, **fixed, num_warps=16)
         fixed["IS_PROCESSED"] = self.sampling.mode == LogprobsMode.PROCESSED
         kernels.draw_kernel[(B,)](*inputs, self.results, *rows, **fixed, num_warps=16)
-
-    def _allocate(self, logits_BV: torch.Tensor, num_rows: int, num_parts: int) -> None:
-        """Allocate what the kernels write, in a run before a capture: outside of its pool."""
-        if self._kept_NV is None:
-            self._kept_NV = logits_BV.new_empty(num_rows, logits_BV.shape[1])
-            self._measures, self._limits = (
-                logits_BV.new_empty(num_rows, *size, dtype=torch.float32)
-                for size in ((5, num_parts), (3,))
-            )

@@ -15,6 +15,7 @@ B: rows of a graph, V: vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,24 +48,12 @@ ROW_INTERVAL = 64
 MAX_GRAPHS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class GraphSizes:
-    """Sizes of the graphs, and the most that are cached; 0: the defaults of this module."""
-
-    row_interval: int = 0
-    """Multiple that rows are rounded up to."""
-    max_cached: int = 0
-
-    def padded(self, num_rows: int) -> int:
-        """Return the rows of the graph that runs `num_rows`."""
-        if not self.row_interval and num_rows <= ROWS[-1]:
-            return next(size for size in ROWS if size >= num_rows)
-        interval = self.row_interval or ROW_INTERVAL
-        return -(-num_rows // interval) * interval
-
-    def up_to(self, num_rows: int) -> list[int]:
-        """Return the rows of every graph that runs `num_rows` or fewer."""
-        return sorted({self.padded(count) for count in range(1, num_rows + 1)})
+def padded_rows(num_rows: int, interval: int = 0) -> int:
+    """Return the rows of the graph that runs `num_rows`: a multiple of `interval`; 0: of `ROWS`."""
+    if not interval and num_rows <= ROWS[-1]:
+        return next(size for size in ROWS if size >= num_rows)
+    interval = interval or ROW_INTERVAL
+    return -(-num_rows // interval) * interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,19 +141,23 @@ class GraphedDecoding:
         self,
         runner: ModelRunner,
         decoding: "TritonBackend",
-        sizes: GraphSizes,
         max_rows: int,
         sampling: GraphSampling = PLAIN_SAMPLING,
         capture: Callable[[Replay], Replay] | None = None,
+        *,
+        row_interval: int = 0,
+        max_graphs: int = 0,
     ) -> None:
         """Allocate the buffers; nothing is captured yet.
 
         `max_rows`: most sequences that run together. `sampling`: settings beside the requests'
-        parameters. `capture`: captures a step; None: as a CUDA graph.
+        parameters. `capture`: captures a step; None: as a CUDA graph. `row_interval`: of
+        `padded_rows`. `max_graphs`: most that are kept; 0: the default of this module.
         """
-        self._runner, self._decoding, self._sizes = runner, decoding, sizes
+        self._runner, self._decoding = runner, decoding
+        self._padded = partial(padded_rows, interval=row_interval)
         self._capture = capture or CudaCapture(runner.device)
-        num_rows, device = sizes.padded(max_rows), runner.device
+        num_rows, device = self._padded(max_rows), runner.device
         self._inputs = GraphInputs(num_rows, device)
         self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.
@@ -174,9 +167,9 @@ class GraphedDecoding:
         # Largest first, so that the others fit its memory. Tiles may stay empty.
         self._row_keys = [
             GraphKey(size, is_cut=True, has_shared=size > 1)
-            for size in reversed(sizes.up_to(max_rows))
+            for size in sorted({*map(self._padded, range(1, max_rows + 1))}, reverse=True)
         ]
-        self._max_graphs = sizes.max_cached or max(MAX_GRAPHS, len(self._row_keys))
+        self._max_graphs = max_graphs or max(MAX_GRAPHS, len(self._row_keys))
         # Where fewer are kept than there are sizes, sizes between them run a larger graph.
         self._row_keys = self._row_keys[:: -(-len(self._row_keys) // self._max_graphs)]
         self._graphs: dict[GraphKey, Replay] = {}
@@ -280,7 +273,7 @@ class GraphedDecoding:
 
     def can_run(self, num_rows: int) -> bool:
         """Return whether graphs may run, and one is captured of so many rows or more."""
-        rows = self._sizes.padded(num_rows)
+        rows = self._padded(num_rows)
         return not self.obstacle and any(key.num_rows >= rows for key in self._graphs)
 
     def follows(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
@@ -288,7 +281,7 @@ class GraphedDecoding:
 
         No sequence may be admitted since; lengths count the token that the last step sampled.
         """
-        is_size = self._sizes.padded(len(requests)) == self._sizes.padded(self._inputs.num_rows)
+        is_size = self._padded(len(requests)) == self._padded(self._inputs.num_rows)
         return is_size and self._inputs.holds(requests, lengths)
 
     def forget_rows(self) -> None:
@@ -351,7 +344,7 @@ class GraphedDecoding:
     def key_of(self, lengths: Sequence[int], *, has_shared: bool) -> GraphKey:
         """Return the key of the graph that fits a step of rows of these lengths best."""
         # Rows that ended since the buffers were loaded keep their places there.
-        num_rows = self._sizes.padded(max(len(lengths), self._inputs.num_rows))
+        num_rows = self._padded(max(len(lengths), self._inputs.num_rows))
         is_cut = self._decoding.is_cut(lengths)
         return GraphKey(num_rows, has_shared or is_cut, has_shared)
 

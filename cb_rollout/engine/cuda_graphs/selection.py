@@ -15,7 +15,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.attention.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.cuda_graphs.graph_sampler import GraphSampling
-from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, GraphSizes
+from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
@@ -150,12 +150,18 @@ def _try_capture(
 ) -> tuple[GraphedDecoding | None, str | None]:
     """Return graphs that are captured, or the reason why they cannot be."""
     assert isinstance(runner.attention_backend, TritonBackend)
-    sizes = GraphSizes(config.q_padding_interval_size, config.max_cached_graphs)
     vocab_size = hf_compat.vocab_size(runner.model)
     never_sampled = multimodal.never_sampled_token_ids(runner.model)
     never_sampled = tuple(token for token in never_sampled if token < vocab_size)
     sampling = GraphSampling(never_sampled, reported_mode(config), keeps_ids(config))
-    graphs = GraphedDecoding(runner, runner.attention_backend, sizes, max_rows, sampling)
+    graphs = GraphedDecoding(
+        runner,
+        runner.attention_backend,
+        max_rows,
+        sampling,
+        row_interval=config.q_padding_interval_size,
+        max_graphs=config.max_cached_graphs,
+    )
     try:
         with eval_mode(runner.model), devices.current(runner.device):
             graphs.check_model(config.block_size)

@@ -28,7 +28,6 @@ from cb_rollout.engine.attention.traced_forward import TracedForward
 from cb_rollout.engine.attention.triton.backend import LEAST_CAPABILITY, TritonBackend
 from cb_rollout.engine.cuda_graphs.graphs import (
     GraphedDecoding,
-    GraphSizes,
     Replay,
 )
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
@@ -199,8 +198,9 @@ def engine_decode(
         runner, backend, _ = _runner(shape, num_layers)
         if replace is not None:
             backend.traced_forward = replace(recorder, num_layers)
-        sizes = GraphSizes(row_interval=rows.num_rows)
-        graphs = GraphedDecoding(runner, backend, sizes, rows.num_rows, capture=capture)
+        graphs = GraphedDecoding(
+            runner, backend, rows.num_rows, capture=capture, row_interval=rows.num_rows
+        )
         key = graphs.key_of([rows.num_tokens] * rows.num_rows, has_shared=False)
         graphs.add(key, BLOCK_SIZE)
         assert params.can_be_graphed

@@ -1,6 +1,6 @@
 import pytest
 
-from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
+from cb_rollout.engine.cuda_graphs.graphs import padded_rows
 
 
 @pytest.mark.parametrize(
@@ -8,14 +8,14 @@ from cb_rollout.engine.cuda_graphs.graphs import GraphSizes
     [(1, 1), (5, 8), (129, 192), (256, 256), (257, 320), (900, 960), (1024, 1024), (1025, 1088)],
 )
 def test_rows_are_rounded_up_to_the_next_size_and_beyond_256_to_a_multiple_of_64(rows, padded):
-    assert GraphSizes().padded(rows) == padded
+    assert padded_rows(rows) == padded
 
 
 def test_sizes_up_to_1024_rows_waste_little_and_are_few():
-    sizes = GraphSizes().up_to(1024)
+    sizes = {padded_rows(rows) for rows in range(1, 1025)}
     assert len(sizes) == 26
-    assert all((GraphSizes().padded(rows) - rows) / rows < 0.25 for rows in range(257, 1025))
+    assert all((padded_rows(rows) - rows) / rows < 0.25 for rows in range(257, 1025))
 
 
 def test_an_interval_of_ones_own_is_kept():
-    assert GraphSizes(row_interval=10).padded(11) == 20
+    assert padded_rows(11, interval=10) == 20
