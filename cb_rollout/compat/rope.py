@@ -10,9 +10,11 @@ B: rows, N: tokens of all rows, Q: tokens of a row, D: size of a rotation.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from cb_rollout.compat.transformers import replacing_forward
 
@@ -38,12 +40,9 @@ class RowRope:
 
     @contextmanager
     def by_row(self, sides: Sequence[int], counts: Sequence[int] | None = None) -> Iterator[None]:
-        """Compute each row by the factors of its side.
+        """Compute each row by the factors of the side of its whole length, later tokens included.
 
-        Args:
-            sides: of each row's whole length, with the tokens that come in later forwards.
-            counts: number of each row's tokens in this forward, where one row holds them all;
-                None: the rows are those of the forward.
+        `counts`: each row's tokens, where one row of the forward holds them all; None: none does.
         """
         # transformers takes the short factors by itself where no row is long.
         if not any(sides):
@@ -111,13 +110,13 @@ def _selecting(
             return own(x, position_ids, **named)
         # One position beyond the limit has transformers take the long factors for all.
         beyond = torch.full_like(position_ids[..., :1], limit)
-        long = _each(own(x, torch.cat([position_ids, beyond], -1), **named))
-        states = [state[..., :-1, :] for state in long]
+        states = own(x, torch.cat([position_ids, beyond], -1), **named)
+        states = tree_map(lambda state: state[..., :-1, :], states)
         if min(sides) <= last_side:
-            short = _each(own(x, position_ids.clamp(max=limit - 1), **named))
+            short = own(x, position_ids.clamp(max=limit - 1), **named)
             is_long = _spread([side > last_side for side in sides], counts, position_ids.device)
-            states = [torch.where(is_long, *pair) for pair in zip(states, short, strict=True)]
-        return states[0] if len(states) == 1 else tuple(states)
+            states = tree_map(partial(torch.where, is_long), states, short)
+        return states
 
     return forward
 
@@ -131,8 +130,3 @@ def _spread(
         return of_rows[:, None, None]
     repeats = torch.tensor(counts, device=device)
     return of_rows.repeat_interleave(repeats, output_size=sum(counts))[None, :, None]
-
-
-def _each(states: Any) -> Sequence[torch.Tensor]:
-    """Return cosines and sines, or the one tensor of complex numbers that holds both."""
-    return [states] if isinstance(states, torch.Tensor) else states

@@ -385,12 +385,8 @@ def attention_window(
 ) -> int | None:
     """Return the most tokens that a token of this layer attends to, itself included; None: all.
 
-    Refuses a layer that has a window and does not pass it on, or the reverse (transformers 5.23).
-
-    Args:
-        module: the attention module.
-        arguments: what the model passes to its attention function.
-        longest: tokens of the longest sequence.
+    Refuses a layer that has a window and does not pass it on, or the reverse (transformers 5.23),
+    by what it passes to its attention function, where the `longest` sequence exceeds the window.
     """
     window = arguments.get("sliding_window")
     config: Any = getattr(module, "config", None)

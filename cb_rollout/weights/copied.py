@@ -47,11 +47,8 @@ class CopiedWeights(WeightSynchronizer):
     ) -> None:
         """Make the copy of a training module, wrapped or not, and fill it.
 
-        Args:
-            trained: the module.
-            precision: dtypes of the copy and its forwards.
-            device: of the copy; None: that of the training module.
-            tensor_parallel_size: neighbouring processes over which the copy's layers are split.
+        `device`: of the copy; None: that of the training module. `tensor_parallel_size`:
+        neighbouring processes over which the copy's layers are split.
         """
         self._hooked: list[str] = []
         self.follow(trained)

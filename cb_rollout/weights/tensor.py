@@ -57,15 +57,10 @@ def weights_of(
 ) -> list[Weight]:
     """List every tensor of the plain model inside `model`, in the model's order.
 
-    A tensor is listed once for each dtype that its modules hold it in. Refuses an adapter that
-    cannot be expressed as a plain model's weight.
-
-    Args:
-        model: the training module, wrapped or not.
-        stored: maps a tensor that the module shows to the tensor that is trained.
-        held_dtype: maps a plain module and a parameter's dtype to the dtype that it is held in.
-        merges_adapters: False: list adapters as modules of their own, with the names that they have
-            inside the model.
+    A tensor is listed once for each dtype that its modules hold it in, by `held_dtype` of a plain
+    module and a parameter's dtype. `stored` maps a tensor that a module shows to the trained one.
+    Refuses an adapter that cannot be expressed as a plain model's weight; without `merges_adapters`
+    lists adapters as modules of their own, with the names that they have inside the model.
     """
     grouped: dict[tuple[object, ...], Weight] = {}
     for path, module, low_ranks in plain_modules(model, merges_adapters=merges_adapters):
@@ -128,14 +123,9 @@ def values_of(
 ) -> Iterator[tuple[Weight, torch.Tensor]]:
     """Yield each weight with its value, which is valid until the next one is requested.
 
-    Every process of a collective source reads the same weights. A value is whole, or this process's
-    part of a split.
-
-    Args:
-        weights: to read, in this order.
-        source: reads their tensors.
-        stored_as: returns the dtype in which a weight will be stored, which the value's is or
-            exceeds, and how it is split.
+    Every process of a collective source reads the same weights. `stored_as` returns the dtype in
+    which a weight will be stored, which the value's is or exceeds, and the split of which the value
+    is this process's part; None: it is whole.
     """
     asked: deque[tuple[list[Weight], list[Split | None]]] = deque()
 

@@ -305,12 +305,8 @@ class GraphedDecoding:
     ) -> PendingStep:
         """Launch one step, sampling included; raise what the device raises.
 
-        Args:
-            requests: sequences that a graph `can_sample`, loaded by `load` or by the last step. A
-                graph must run so many; see `can_run`.
-            lengths: tokens of each, with the newest, which may not be read yet.
-            cache: the pages of the sequences.
-            table: lists the blocks of each table row, that of the newest token included.
+        A graph `can_run` so many sequences and `can_sample` them; `load` or the last step loaded
+        them. `lengths` and `table` count the newest token, which may not be read yet.
         """
         self._decoding.find(cache, table)
         inputs = self._inputs

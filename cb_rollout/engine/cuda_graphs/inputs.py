@@ -74,13 +74,10 @@ class GraphInputs:
         requests: Sequence[Request] = (),
         sampling: Mapping[Line, Sequence[float] | np.ndarray] | None = None,
     ) -> None:
-        """Write the rows of one new token, with their sampling parameters if the step samples.
+        """Write the rows of one new token, and the sequence and sampling parameters of each.
 
-        Args:
-            batch: the rows.
-            rows_per_tile: most rows that read a shared prefix together.
-            requests: the sequence of each row; empty: nothing is sampled.
-            sampling: parameters of each row; None: nothing is sampled, and logits are kept.
+        `rows_per_tile`: most rows that read a shared prefix together. Without `sampling` a step
+        keeps logits.
         """
         size, pairs = batch.table.block_size, zip(batch.block_ids, batch.lengths, strict=False)
         block_ids = [blocks[: -(-length // size)] for blocks, length in pairs]

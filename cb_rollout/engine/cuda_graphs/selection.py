@@ -99,16 +99,9 @@ def graph_obstacle(device: torch.device) -> str | None:
 def create_graphs(
     runner: ModelRunner, config: RolloutConfig, max_rows: int, *, is_alone: bool
 ) -> tuple[GraphedDecoding | None, ExecutionPath]:
-    """Create the graphs of decode steps, where possible.
+    """Create the graphs of decode steps of up to `max_rows`, and their path; None: no graphs.
 
-    Args:
-        runner: runs the forwards.
-        config: asks for graphs, forbids them or leaves them open.
-        max_rows: most rows of a decode step.
-        is_alone: whether no other process takes part in the forwards.
-
-    Returns:
-        The graphs, captured for each number of rows, or None; and their path.
+    `is_alone`: no other process takes part in the forwards.
 
     Raises:
         ConfigurationError: a setting asks for graphs, and there can be none.
