@@ -24,6 +24,7 @@ struct Settings {
     REAL scale, softcap;
     // One number for each query head, or null.
     const STORED* sinks;
+    int64_t mask_kind, mask_stride;
 };
 
 // A query, the keys it may see, and where its output goes.
@@ -40,10 +41,6 @@ struct Query {
 // Keys and values of one sequence and key head.
 struct Keys {
     std::vector<const STORED*> keys, values;
-};
-
-struct MaskKind {
-    int64_t kind, stride;
 };
 
 // Write the products of COUNT queries with one key.
@@ -97,8 +94,8 @@ inline void add_values(
 
 template <int64_t COUNT>
 void attend_queries(
-    const Settings& settings, const MaskKind& mask, const Query* queries, const Keys& keys,
-    std::vector<REAL>& scores, std::vector<REAL>& widened) {
+    const Settings& settings, const Query* queries, const Keys& keys, std::vector<REAL>& scores,
+    std::vector<REAL>& widened) {
     const int64_t key_size = settings.key_size, value_size = settings.value_size;
     const int64_t row_size = blocks_of(key_size) * BLOCK;
     widened.resize(COUNT * row_size);
@@ -116,14 +113,14 @@ void attend_queries(
         for (int64_t q = 0; q < COUNT; q++) {
             const Query& query = queries[q];
             bool is_seen = t >= query.first && t < query.last;
-            if (is_seen && mask.kind == BOOLEAN) is_seen = query.mask[t * mask.stride] != 0;
+            if (is_seen && settings.mask_kind == BOOLEAN) is_seen = query.mask[t * settings.mask_stride] != 0;
             REAL score = -INFINITE;
             if (is_seen) {
                 score = products[q] * settings.scale;
                 if (settings.softcap != 0)
                     score = settings.softcap * std::tanh(score / settings.softcap);
-                if (mask.kind == ADDED)
-                    score += real(reinterpret_cast<const STORED*>(query.mask)[t * mask.stride]);
+                if (settings.mask_kind == ADDED)
+                    score += real(reinterpret_cast<const STORED*>(query.mask)[t * settings.mask_stride]);
             }
             scores[q * padded + t - first] = score;
         }
@@ -166,15 +163,13 @@ void attend_queries(
 }
 
 // Attend with the queries of one key head.
-void attend_all(
-    const Settings& settings, const MaskKind& mask, const std::vector<Query>& queries,
-    const Keys& keys) {
+void attend_all(const Settings& settings, const std::vector<Query>& queries, const Keys& keys) {
     std::vector<REAL> scores, widened;
     int64_t q = 0, count = queries.size();
     for (; q + QUERIES <= count; q += QUERIES)
-        attend_queries<QUERIES>(settings, mask, queries.data() + q, keys, scores, widened);
+        attend_queries<QUERIES>(settings, queries.data() + q, keys, scores, widened);
     for (; q < count; q++)
-        attend_queries<1>(settings, mask, queries.data() + q, keys, scores, widened);
+        attend_queries<1>(settings, queries.data() + q, keys, scores, widened);
 }
 
 }  // namespace
@@ -194,6 +189,7 @@ extern "C" void attend_masked(
     double scale, double softcap, int64_t is_causal, const STORED* sinks) {
     const Settings settings = {
         num_heads, num_key_heads, key_size, value_size, REAL(scale), REAL(softcap), sinks,
+        mask_kind, mask_key,
     };
     const int64_t group = num_heads / num_key_heads;
     const int64_t mask_size = mask_kind == ADDED ? sizeof(STORED) : 1;
@@ -229,7 +225,7 @@ extern "C" void attend_masked(
                     while (query.first < query.last && !seen[query.first * mask_key]) query.first++;
                 }
             }
-        attend_all(settings, {mask_kind, mask_key}, tile, own);
+        attend_all(settings, tile, own);
     });
 }
 
@@ -241,6 +237,7 @@ extern "C" void attend_paged(const Step* given) {
     const int64_t key_size = step.key_size, value_size = step.value_size;
     const Settings settings = {
         num_heads, num_key_heads, key_size, value_size, REAL(step.scale), REAL(step.softcap), step.sinks,
+        NONE, 0,
     };
     const int64_t group = num_heads / num_key_heads;
     step.write();
@@ -259,7 +256,7 @@ extern "C" void attend_paged(const Step* given) {
                 step.queries.first + row * step.queries.row_stride + h * step.queries.head_stride,
                 step.outputs + (row * num_heads + h) * value_size, h, 0, length - first, nullptr,
             });
-        attend_all(settings, {NONE, 0}, tile, own);
+        attend_all(settings, tile, own);
     });
 }
 

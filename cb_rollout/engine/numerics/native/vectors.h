@@ -116,26 +116,17 @@ constexpr bool MULTIPLIES_STORED = false;
 #endif
 constexpr int64_t OPERANDS = MULTIPLIES_STORED ? 1 : PARTS;
 
-template <bool MULTIPLIES>
-struct OperandOf {
-    typedef Vector Type;
-    static Type at(const STORED* from, int64_t part) { return part_at(from, part); }
-};
-
-template <>
-struct OperandOf<true> {
-    typedef Words Type;
-    static Type at(const STORED* from, int64_t) {
-        Type operand;
-        std::memcpy(&operand, from, sizeof(operand));
-        return operand;
-    }
-};
-
-typedef OperandOf<MULTIPLIES_STORED>::Type Operand;
+typedef std::conditional_t<MULTIPLIES_STORED, Words, Vector> Operand;
 
 inline Operand operand_at(const STORED* from, int64_t part) {
-    return OperandOf<MULTIPLIES_STORED>::at(from, part);
+    Operand operand;
+    if constexpr (MULTIPLIES_STORED) {
+        std::memcpy(&operand, from, sizeof(operand));
+    } else {
+        const Vector numbers = part_at(from, part);
+        std::memcpy(&operand, &numbers, sizeof(operand));
+    }
+    return operand;
 }
 
 inline Operand operand_of_first(const STORED* from, int64_t count, int64_t part) {
@@ -170,23 +161,30 @@ inline void store(float number, Bfloat16* to) {
     to->bits = number == number ? rounded : 0x7fc0;
 }
 
-// Return the sum of a vector's lanes: halves are added until 16 bytes are left.
-template <int64_t BYTES = VECTOR_BYTES>
-inline REAL sum_of(const void* lanes) {
+// Join the lanes of a vector: its halves, until 16 bytes are left, and then one after the other.
+template <int64_t BYTES = VECTOR_BYTES, typename Join>
+inline INLINED REAL joined(const void* lanes, const Join& join) {
     if constexpr (BYTES == 16) {
         const REAL* numbers = static_cast<const REAL*>(lanes);
-        REAL sum = numbers[0];
-        for (int64_t i = 1; i < int64_t(16 / sizeof(REAL)); i++) sum += numbers[i];
-        return sum;
+        REAL found = numbers[0];
+        for (int64_t i = 1; i < int64_t(16 / sizeof(REAL)); i++) found = join(found, numbers[i]);
+        return found;
     } else {
         typedef REAL Half __attribute__((vector_size(BYTES / 2), may_alias));
         const Half* halves = static_cast<const Half*>(lanes);
-        const Half sums = halves[0] + halves[1];
-        return sum_of<BYTES / 2>(&sums);
+        const Half half = join(halves[0], halves[1]);
+        return joined<BYTES / 2>(&half, join);
     }
 }
 
-inline REAL sum_of(const Vector& lanes) { return sum_of<VECTOR_BYTES>(&lanes); }
+inline REAL sum_of(const Vector& lanes) {
+    return joined(&lanes, [](auto a, auto b) INLINED { return a + b; });
+}
+
+// The lanes are no NaN.
+inline REAL largest_of(const Vector& lanes) {
+    return joined(&lanes, [](auto a, auto b) INLINED { return a > b ? a : b; });
+}
 
 // Return lanes of two vectors, STEP of the first and STEP of the second in turns: of each 2 * STEP
 // lanes the first half, or the other.
@@ -223,25 +221,6 @@ inline INLINED void sums_of(const Vector (&four)[4], REAL* sums) {
         for (int64_t i = 0; i < count; i++) parts[i] += parts[count + i];
     std::memcpy(sums, parts, sizeof(Four));
 }
-
-// Return the largest lane, of lanes that are no NaN.
-template <int64_t BYTES = VECTOR_BYTES>
-inline INLINED REAL largest_of(const void* lanes) {
-    if constexpr (BYTES == 16) {
-        const REAL* numbers = static_cast<const REAL*>(lanes);
-        REAL largest = numbers[0];
-        for (int64_t i = 1; i < int64_t(16 / sizeof(REAL)); i++)
-            largest = numbers[i] > largest ? numbers[i] : largest;
-        return largest;
-    } else {
-        typedef REAL Half __attribute__((vector_size(BYTES / 2), may_alias));
-        const Half* halves = static_cast<const Half*>(lanes);
-        const Half most = halves[0] > halves[1] ? halves[0] : halves[1];
-        return largest_of<BYTES / 2>(&most);
-    }
-}
-
-inline REAL largest_of(const Vector& lanes) { return largest_of<VECTOR_BYTES>(&lanes); }
 
 // Return the exponentials of numbers <= 0, to about one rounding: 2 to a whole power, times a
 // series. NaN stays NaN.
