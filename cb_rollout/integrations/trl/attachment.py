@@ -8,8 +8,8 @@ restores what is replaced. Called from the thread that trains, before or after t
 
 import inspect
 import warnings
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -221,22 +221,15 @@ def _require_settings(trainer: Any) -> None:
 def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
     """Let a process whose conversations are over roll out with those that share its engine."""
     generator = backend.generator
-    if not generator.is_joint:
-        return
 
-    def joined(turns: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(turns)
-        def call(*arguments: Any, **named: Any) -> Any:
-            result = turns(*arguments, **named)
-            generator.join()
-            return result
+    @contextmanager
+    def joining() -> Iterator[None]:
+        yield
+        generator.join()
 
-        return call
-
-    for name in ("rollout_func", "_tool_call_loop"):
-        turns = getattr(trainer, name, None)
-        if turns is not None:
-            backend.override(**{name: joined(turns)})
+    for name in ("rollout_func", "_tool_call_loop") if generator.is_joint else ():
+        if turns := getattr(trainer, name, None):
+            backend.override(**{name: joining()(turns)})
 
 
 def _require_whole_outputs(trainer: Any) -> None:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -265,18 +265,16 @@ def _matched_spans(
         end = next((t for t in range(start, len(is_sampled)) if not is_sampled[t]), None)
         while start < len(completion_ids[:end]):
             part = list(completion_ids[start:end])
-            candidates = by_prompt.get((*prompt_ids, *completion_ids[:start]), [])
-            equal = [_num_equal(output.generated_tokens, part) for output in candidates]
-            found = next((n for n, count in enumerate(equal) if count == len(part)), None)
-            num_tokens = len(part)
-            if found is None:
-                forks = range(max(equal, default=0), 0, -1)
-                ids = [*prompt_ids, *completion_ids[:start]]
-                num_tokens = next((n for n in forks if (*ids, *part[:n]) in by_prompt), 0)
-                found = next((n for n, count in enumerate(equal) if count >= num_tokens), None)
-            if not num_tokens or found is None:
+            history = (*prompt_ids, *completion_ids[:start])
+            candidates = by_prompt.get(history, [])
+            equal = [_num_equal(own.generated_tokens, part) for own in candidates]
+            shared = range(max(equal, default=0), 0, -1)
+            forks = (n for n in shared if n == len(part) or (*history, *part[:n]) in by_prompt)
+            num_tokens = next(forks, 0)
+            if not num_tokens:
                 return []
-            candidates.append(candidates.pop(found))
+            number = next(n for n, count in enumerate(equal) if count >= num_tokens)
+            candidates.append(candidates.pop(number))
             spans.append((start, num_tokens, candidates[-1]))
             start += num_tokens
     return spans
@@ -284,8 +282,7 @@ def _matched_spans(
 
 def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
     """Return with how many equal tokens two sequences begin."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))))
 
 
 def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> None:

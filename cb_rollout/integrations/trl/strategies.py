@@ -77,23 +77,17 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
     """
     backend = require_backend(trainer, "use_strategy")
     is_plain = isinstance(strategy, Plain)
-    if not is_plain:
-        if isinstance(backend.generator, SavedRollouts):
-            raise refused("saved rollouts, strategy")
-        if isinstance(backend.generator, PooledGenerator):
-            backend.generator.pool.require_own("a strategy")
-        _require_place(trainer, strategy, backend)
+    chosen = None if is_plain else TrainerStrategy(trainer, strategy, backend)
     backend.cancel_carried()
-    backend.collector = backend.make_batch = None
-    if not is_plain:
-        chosen = TrainerStrategy(trainer, strategy, backend)
-        backend.collector, backend.make_batch = chosen.groups, chosen.generate_and_score
+    backend.collector = chosen and chosen.groups
+    backend.make_batch = chosen and chosen.generate_and_score
 
 
 class TrainerStrategy:
     """Makes a trainer's batches of the groups that a strategy keeps."""
 
     def __init__(self, trainer: Any, strategy: Strategy, backend: GenerationBackend) -> None:
+        _require_place(trainer, strategy, backend)
         self._trainer, self._strategy, self._backend = trainer, strategy, backend
         self._other_rows = _shuffled_rows(trainer)
         self._offered: deque[Example] = deque()
@@ -230,7 +224,11 @@ def _samples_ahead(strategy: Strategy) -> bool:
 
 
 def _require_place(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> None:
-    name = type(strategy).__name__
+    name, generator = type(strategy).__name__, backend.generator
+    if isinstance(generator, SavedRollouts):
+        raise refused("saved rollouts, strategy")
+    if isinstance(generator, PooledGenerator):
+        generator.pool.require_own("a strategy")
     if seam_of(trainer) is not None:
         raise ConfigurationError(
             f"{name} under {type(trainer).__name__}: use_strategy takes a GRPOTrainer or an "
@@ -247,9 +245,8 @@ def _require_place(trainer: Any, strategy: Strategy, backend: GenerationBackend)
     for fault in _faults(trainer, strategy, backend):
         raise refused("strategy, batch", name=name, fault=fault)
     if strategy.carries:
-        config = backend.generator.config
         corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-        if not corrects and config.old_logps != OldLogps.ROLLOUT:
+        if not corrects and generator.config.old_logps != OldLogps.ROLLOUT:
             raise refused("strategy, carried tokens", name=name)
 
 
@@ -274,12 +271,11 @@ def _faults(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> Ite
 
 
 def _faults_ahead(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> Iterator[str]:
-    """Yield what excludes groups sampled ahead; RLOO has no tools."""
-    turns = "whose later turns begin when a batch is fixed"
-    if getattr(trainer, "tools", None):
-        yield f"tools, {turns}"
-    if getattr(trainer, "environment_factories", None) is not None:
-        yield f"environments, {turns}"
+    """Yield what excludes groups sampled ahead."""
+    # RLOO has no tools.
+    for attribute in ("tools", "environment_factories"):
+        if getattr(trainer, attribute, None):
+            yield f"{attribute}, whose later turns begin when a batch is fixed"
     if getattr(trainer, "rollout_func", None) is not None:
         yield "rollout_func, which samples for itself"
     if backend.generator.manager.group is not None:
