@@ -106,7 +106,7 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         served.require_known(body.model)
         _require_consistent(body)
         tools = _plain(body.tools) if body.tool_choice != "none" else None
-        chat = await served.encode_chat(_plain(body.messages), tools)
+        chat = await served.encoded(served.encoder.encode_chat, _plain(body.messages), tools)
         params = await served.sampling_params(body)
         builder = responses.ChatResponseBuilder(served, body, chat, params, tools)
         return await _respond(builder, [chat.prompt], params, request)
@@ -319,8 +319,9 @@ async def _encoded_prompts(served: ServedModel, given: Any, n: int) -> list[list
     served.require_few(len(prompts), n)
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give at least one token.", "prompt")
+    encode = served.encoder.encode_text
     return [
-        await served.encode_text(prompt) if isinstance(prompt, str) else prompt
+        await served.encoded(encode, prompt) if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
 
@@ -335,10 +336,7 @@ def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
 
 
 async def _respond(
-    builder: ResponseBuilder,
-    prompts: Sequence[Encoded],
-    params: SamplingParams,
-    request: Request,
+    builder: ResponseBuilder, prompts: Sequence[Encoded], params: SamplingParams, request: Request
 ) -> Response:
     """Queue the sequences of a request, and answer with their response or their stream."""
     streams, client_id = bool(builder.body.stream), _client_id(builder.body, request)
@@ -404,7 +402,7 @@ def _add_error_handlers(app: FastAPI) -> None:
             case HTTPException():
                 error = ApiError(raised.status_code, f"{raised.detail}.")
             case RequestValidationError():
-                error = ApiError(400, _faults(raised), _first_field(raised))
+                error = _of_faults(raised)
             case _:
                 error = as_api_error(raised)
         return _Json(error.body, status_code=error.status, headers=error.headers)
@@ -414,25 +412,22 @@ def _add_error_handlers(app: FastAPI) -> None:
         app.add_exception_handler(error_class, answer)
 
 
-def _faults(error: RequestValidationError) -> str:
-    if isinstance(error.body, bytes):
-        # FastAPI parses no body that its header does not declare; docs/security.md says why.
-        return "the body is not declared as JSON; send the header Content-Type: application/json."
-    texts = []
-    for fault in error.errors()[: protocol.MAX_FAULTS]:
+def _of_faults(error: RequestValidationError) -> ApiError:
+    """Return the response for a body with faults; its `param` is the first field at fault."""
+    texts, param = [], None
+    for number, fault in enumerate(error.errors()[: protocol.MAX_FAULTS]):
         if fault["type"] == NOT_JSON:
-            return f"the body is not JSON ({fault['ctx']['error']} at byte {fault['loc'][-1]})"
-        field = ".".join(_shortened(name) for name in fault["loc"] if name != "body")
+            place = f"{fault['ctx']['error']} at byte {fault['loc'][-1]}"
+            return ApiError(400, f"the body is not JSON ({place})")
+        names = [f"{name!s:.{MAX_NAME_CHARACTERS}}" for name in fault["loc"]]
+        if number == 0 and len(names) > 1:
+            param = names[1]
+        field = ".".join(name for name in names if name != "body")
         text = str(fault["msg"]).removeprefix("Value error, ")
         texts.append(f"{field}: {text}" if field else text)
-    return "; ".join(texts)
-
-
-def _first_field(error: RequestValidationError) -> str | None:
-    first = error.errors()[0]
-    names = first["loc"]
-    return _shortened(names[1]) if len(names) > 1 and first["type"] != NOT_JSON else None
-
-
-def _shortened(name: Any) -> str:
-    return f"{name!s:.{MAX_NAME_CHARACTERS}}"
+    if isinstance(error.body, bytes):
+        # FastAPI parses no body that its header does not declare; docs/security.md says why.
+        texts = [
+            "the body is not declared as JSON; send the header Content-Type: application/json."
+        ]
+    return ApiError(400, "; ".join(texts), param)

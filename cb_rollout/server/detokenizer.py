@@ -80,19 +80,12 @@ def first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
 
 
 def num_partial_match(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the longest end of the text that begins one of the strings."""
-    return max((_num_begun(text, string) for string in strings), default=0)
-
-
-def _num_begun(text: str, string: str) -> int:
-    """Return the length of the longest end of the text that begins the string, not all of it."""
-    start = max(0, len(text) - len(string) + 1)
-    # Only where its first character stands may it begin.
-    while (start := text.find(string[0], start)) >= 0:
-        if string.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
+    """Return the length of the text's longest end with which a string begins, and goes on."""
+    most = min(len(text), max(map(len, strings), default=1) - 1)
+    ends = (text[-num:] for num in range(most, 0, -1))
+    return next(
+        (len(end) for end in ends if any(s.startswith(end) and s != end for s in strings)), 0
+    )
 
 
 class TokenTable:
@@ -107,9 +100,6 @@ class TokenTable:
         text = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
         return text, _bytes_of(self._tokenizer.convert_ids_to_tokens(token_id) or "", text)
 
-    def texts(self, token_ids: Sequence[int]) -> list[str]:
-        return [self._known(token)[0] for token in token_ids]
-
     def chat_logprobs(self, output: GenerationOutput, start: int, as_ids: bool) -> dict[str, Any]:
         """Return a chat choice's log-probabilities from `start`, `as_ids` of `token_id:7`."""
 
@@ -121,25 +111,27 @@ class TokenTable:
 
     def completion_logprobs(
         self, output: GenerationOutput, start: int, num_characters: int, as_ids: bool
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], int]:
         """Return a completion choice's log-probabilities from `start`, after `num_characters`.
 
-        With `as_ids`, the likeliest tokens include the sampled token.
+        Returns the number of characters after these tokens too. With `as_ids`, the likeliest tokens
+        include the sampled token.
         """
         tokens, logprobs = output.generated_tokens[start:], output.logprobs[start:]
-        texts = self.texts(tokens)
-        *offsets, _ = accumulate(map(len, texts), initial=num_characters)
+        texts = [self._known(token)[0] for token in tokens]
+        *offsets, num_characters = accumulate(map(len, texts), initial=num_characters)
         tops: Sequence[Any] = (output.top_logprobs or [()] * len(output.generated_tokens))[start:]
         if as_ids:
             own = zip(tokens, logprobs, strict=True)
             tops = [(*top, pair) for top, pair in zip(tops, own, strict=True)]
         top_logprobs = [{self._name(token, as_ids): value for token, value in top} for top in tops]
-        return {
+        choice = {
             "tokens": [self._name(token, as_ids) for token in tokens],
             "token_logprobs": logprobs,
             "top_logprobs": top_logprobs if as_ids or output.top_logprobs is not None else None,
             "text_offset": offsets,
         }
+        return choice, num_characters
 
     def _name(self, token_id: int, as_ids: bool) -> str:
         return f"token_id:{token_id}" if as_ids else self._known(token_id)[0]

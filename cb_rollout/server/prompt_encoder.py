@@ -14,7 +14,7 @@ import json
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class PromptEncoder:
                 "the model reads no pictures, or is served without its processor; send text."
             )
         marker = getattr(self._templates, "image_token", None)
-        if marker and any(marker in text for text in _texts(messages)):
+        if marker and marker in str(messages):
             raise InvalidRequestError(
                 f"a message holds the text {marker!r}, which stands for a picture; leave it out."
             )
@@ -230,15 +230,6 @@ def _picture(url: str, options: ServerOptions) -> Any:
         size = f"{width:,} x {height:,} pixels, and {options.max_image_pixels:,} are allowed"
         raise ValueError(f"the picture has {size}; send a smaller one")
     return image
-
-
-def _texts(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-    for message in messages:
-        if isinstance(content := message.get("content"), str):
-            yield content
-        yield from (
-            part["text"] for part in content or () if isinstance(part, dict) and "text" in part
-        )
 
 
 def _for_template(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:

@@ -150,11 +150,10 @@ class CompletionResponseBuilder(_TextResponseBuilder):
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         text, logprobs = self._text(index, output, start), None
         if self._with_logprobs:
-            tokens, num_before = self.model.tokens, self._num_characters[index]
-            as_ids = self.body.return_tokens_as_token_ids
-            logprobs = tokens.completion_logprobs(output, start, num_before, as_ids)
-            new = tokens.texts(output.generated_tokens[start:])
-            self._num_characters[index] += sum(map(len, new))
+            num_before, as_ids = self._num_characters[index], self.body.return_tokens_as_token_ids
+            logprobs, self._num_characters[index] = self.model.tokens.completion_logprobs(
+                output, start, num_before, as_ids
+            )
         choice = {"text": text, "finish_reason": _finish_reason(output), "logprobs": logprobs}
         if self.body.return_token_ids:
             choice |= _ids(output, start)

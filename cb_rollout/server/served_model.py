@@ -76,7 +76,7 @@ class ServedModel:
                 )
             seconds = options.weight_update_timeout_seconds
             self.weights = WeightUpdates(manager, trained, sync_weights, seconds)
-        self._encoder = PromptEncoder(copy.deepcopy(tokenizer), options)
+        self.encoder = PromptEncoder(copy.deepcopy(tokenizer), options)
         tokenizer = text_tokenizer(tokenizer)
         self.sessions = Sessions()
         self.is_ending = False
@@ -132,13 +132,8 @@ class ServedModel:
         if count > most:
             raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
 
-    async def encode_text(self, text: str) -> list[int]:
-        return await self._encoded(self._encoder.encode_text, text)
-
-    async def encode_chat(self, messages: Any, tools: Any) -> EncodedChat:
-        return await self._encoded(self._encoder.encode_chat, messages, tools)
-
-    async def _encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
+    async def encoded(self, encode: Callable[..., T], *arguments: Any) -> T:
+        """Call a method of the encoder on its thread."""
         try:
             return await on_thread(self._encoder_thread, encode, *arguments)
         except (UnicodeError, TypeError) as error:
@@ -146,7 +141,7 @@ class ServedModel:
 
     def remember(self, chat: EncodedChat, tokens: list[int]) -> None:
         """Keep an answered chat, for its next turn to begin with these tokens."""
-        self._encoder_thread.submit(self._encoder.remember, chat, tokens)
+        self._encoder_thread.submit(self.encoder.remember, chat, tokens)
 
     async def sampling_params(
         self,
