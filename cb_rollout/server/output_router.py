@@ -41,10 +41,7 @@ class OutputRouter:
         return len(self._submissions)
 
     def submit(
-        self,
-        requests: Sequence[Request],
-        client_id: str | None = None,
-        session: Session | None = None,
+        self, requests: Sequence[Request], client_id: str | None, session: Session | None
     ) -> "Submission":
         """Queue a client's sequences; the `session` records those that finish."""
         deadline = self._asyncio_loop.time() + self._timeout_seconds
@@ -119,7 +116,7 @@ class Submission(AbstractContextManager["Submission"]):
         requests: Sequence[Request],
         deadline: float,
         client_id: str | None,
-        session: Session | None = None,
+        session: Session | None,
     ) -> None:
         self._router, self._deadline = router, deadline
         self.client_id, self._session = client_id, session
