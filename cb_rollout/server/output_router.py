@@ -143,10 +143,8 @@ class Submission(AbstractContextManager["Submission"]):
     async def updates(self) -> AsyncIterator[tuple[int, GenerationOutput]]:
         """Yield newest states as they come, each with its sequence's index, until all have ended.
 
-        Raises:
-            ApiError: a sequence failed, or was cancelled and not aborted by a client.
-            EngineDeadError: the engine stopped on an exception.
-            TimeoutError: the sequences took longer than allowed.
+        Raises `ApiError` for a sequence that failed, or was cancelled and not aborted by a client;
+        `EngineDeadError`; `TimeoutError` for sequences that took longer than allowed.
         """
         while self.unfinished or self._newest:
             async with asyncio.timeout_at(self._deadline):

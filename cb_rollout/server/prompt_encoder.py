@@ -84,9 +84,7 @@ class PromptEncoder:
     ) -> EncodedChat:
         """Apply the model's chat template, up to where the assistant answers.
 
-        Raises:
-            ApiError: a picture is refused.
-            InvalidRequestError: there is no template, or it refuses the chat.
+        Raises `ApiError` for a picture, `InvalidRequestError` for a chat that is refused.
         """
         template = getattr(self._templates, "chat_template", None)
         if template is None:

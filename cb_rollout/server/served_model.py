@@ -52,10 +52,8 @@ class ServedModel:
     """The model as requests see it; used on the asyncio thread that called `start`.
 
     The arguments are those of `start_server`. Each thread has a copy of the tokenizer, for a fast
-    tokenizer raises if two threads encode at once.
-
-    Raises:
-        ConfigurationError: weight updates are allowed, and the model takes none.
+    tokenizer raises if two threads encode at once. Raises `ConfigurationError` where weight updates
+    are allowed, and the model takes none.
     """
 
     def __init__(
@@ -209,9 +207,8 @@ class ServedModel:
     ) -> Submission:
         """Queue `n` sequences of each prompt, those of a prompt adjacent, for a session or none.
 
-        Raises:
-            ApiError: the request exceeds a limit of the server, or there is no such session.
-            RolloutError: the engine refuses the request.
+        Raises `ApiError` beyond a limit of the server or without the session, `RolloutError` where
+        the engine refuses.
         """
         self.require_ready()
         self.require_few(len(prompts), n)

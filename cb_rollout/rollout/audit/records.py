@@ -33,17 +33,11 @@ def read_rollouts(
 ) -> list[GenerationOutput]:
     """Return the recorded sequences that have log-probabilities.
 
-    Args:
-        path: a trainer's output_dir or the records in it, or a file of JSON lines. A line is a row
-            of `cb-rollout generate --logprobs`, any object with prompt, token ids and numbers, or
-            an OpenAI answer with token ids.
-        tokenizer: encodes prompts that are text or chats.
-        run_id: None: the last of a directory.
-        step: None: the last of that run with sequences.
-        temperature: of lines that do not say theirs.
-
-    Raises:
-        ConfigurationError: there are no such sequences, or a line is none.
+    `path` is a trainer's output_dir or the records in it, or a file of JSON lines. A line is a row
+    of `cb-rollout generate --logprobs`, any object with prompt, token ids and numbers, or an OpenAI
+    answer with token ids. `tokenizer` encodes prompts that are text or chats. None: the last run of
+    a directory, and its last step with sequences. `temperature` is of lines that do not say theirs.
+    `ConfigurationError`: there are no such sequences, or a line is none.
     """
     if Path(path).is_dir():
         run = chosen_run(list_runs(path), run_id)

@@ -93,10 +93,8 @@ class StagedWeights:
         """Stage the tensors of a safetensors file, or of a checkpoint's directory.
 
         A checkpoint whose names are not the model's is loaded by transformers, which converts it.
-        `paused` keeps the process from computing meanwhile, for the default dtype changes.
-
-        Raises:
-            WeightSyncError: a file is missing or cut off, or a tensor does not fit the model.
+        `paused` keeps the process from computing meanwhile, for the default dtype changes. Raises
+        `WeightSyncError` for a file that is missing or cut off, and for a tensor that does not fit.
         """
         with _files(path) as files:
             if self.needs_conversion(Path(path), files):

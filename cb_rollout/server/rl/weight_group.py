@@ -49,10 +49,7 @@ class WeightGroup:
     ) -> Self:
         """Join the group of `world_size` processes, whose rank 0 holds the store at this address.
 
-        `seconds`: longest wait for the processes, and of each broadcast.
-
-        Raises:
-            WeightSyncError: the processes did not meet.
+        `seconds`: longest wait for the processes, or `WeightSyncError`, and for each broadcast.
         """
         timeout = timedelta(seconds=seconds)
         try:

@@ -36,10 +36,7 @@ class WeightUpdates:
 
     `trained` is the model whose weights are written, maybe wrapped; `sync` begins a policy version
     with them, in a pause. An open update waits `timeout_seconds` for its next call, and a broadcast
-    for its trainer.
-
-    Raises:
-        ConfigurationError: the model's weights are not plain whole tensors.
+    for its trainer. Raises `ConfigurationError` for a model whose weights are not plain and whole.
     """
 
     def __init__(

@@ -27,11 +27,8 @@ SYNC_SECONDS = 1.0
 class ResultFile(AbstractContextManager["ResultFile"]):
     """A file of results, resumed after its last whole line, and the index of its sequences.
 
-    `overwrite` discards the results.
-
-    Raises:
-        ConfigurationError: the file was started under other settings, does not hold results,
-            cannot be written, or another process writes it.
+    `overwrite` discards the results. Raises `ConfigurationError` for a file that was started under
+    other settings, does not hold results, cannot be written, or that another process writes.
     """
 
     def __init__(

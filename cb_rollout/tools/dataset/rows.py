@@ -40,8 +40,7 @@ Source = Callable[[], Iterator[tuple[str, Any]]]
 def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
     """Open a JSONL or Parquet file, or a data set of a directory or the hub by split and subset.
 
-    Raises:
-        ConfigurationError: the source does not exist or cannot be read.
+    `ConfigurationError`: it does not exist or cannot be read.
     """
     path, ends = Path(name), (*JSONL_SUFFIXES, PARQUET_SUFFIX)
     try:
@@ -203,9 +202,7 @@ def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
 def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: Row) -> Encoded:
     """Return a row's prompt as an engine takes it; paths of pictures are relative to `folder`.
 
-    Raises:
-        InvalidRequestError: the row does not fit the tokenizer or the options, or a picture cannot
-            be read.
+    `InvalidRequestError`: it does not fit the tokenizer or the options, or has no such picture.
     """
     prompt: Any = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
     system_prompt = options.system_prompt

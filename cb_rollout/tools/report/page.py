@@ -58,13 +58,8 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
     """Write `report.html` beside a run's records, and its sequences' pages in `report_pages/`.
 
     `run_dir` has the records, or is a trainer's output_dir with `cb_rollout/` in it. `run_id` is a
-    run of the directory; None: the last.
-
-    Returns the page's path.
-
-    Raises:
-        ConfigurationError: there is no such run, a record cannot be read, or the page cannot be
-            written.
+    run of the directory; None: the last. Returns the page's path. `ConfigurationError`: there is no
+    such run, a record cannot be read, or the page cannot be written.
     """
     with naming_file(run_dir):
         folder = find_run_dir(run_dir)
