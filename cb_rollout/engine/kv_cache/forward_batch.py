@@ -6,11 +6,13 @@ Holds lists of numbers, no tensors. Called by the thread that steps the engine.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.request import Request
+
+if TYPE_CHECKING:
+    from cb_rollout.engine.images.prompt_images import PromptImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class ForwardBatch:
     routes: Sequence[Any] = ()
     """Experts that each row's first new tokens took before, and take again: arrays of
     `[tokens, L, K]`, or None; empty: there are none."""
-    images: PromptImages | None = None
+    images: "PromptImages | None" = None
     """Images that the only row computes, whose positions are known; None: new tokens are text."""
 
     @classmethod
