@@ -24,8 +24,7 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
 def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Return the shard behind each parameter that FSDP2 shows whole, by the parameter's id.
 
-    A forward leaves some parameters whole until the next backward, cast to its compute dtype
-    (torch 2.13).
+    A forward leaves some whole until the next backward, cast to its compute dtype (torch 2.13).
     """
     return {
         id(parameter._unsharded_param): parameter.sharded_param
@@ -54,9 +53,7 @@ def fsdp1_parameters(
 ) -> tuple[dict[int, Fsdp1Placement], dict[int, torch.Tensor]]:
     """Find the parameters of an FSDP1 model (torch 2.13).
 
-    Returns:
-        By a parameter's id, its placement; by the id of the tensor that a module shows, the
-        parameter.
+    Returns placements by parameters' ids, and parameters by the ids of what modules show of them.
     """
     placements: dict[int, Fsdp1Placement] = {}
     behind: dict[int, torch.Tensor] = {}

@@ -47,10 +47,8 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def cache_folder(name: str = "") -> Path:
     """Return `$XDG_CACHE_HOME/cb_rollout`, else `~/.cache/cb_rollout`, or a folder in it.
 
-    It is made if it is missing. Only this user may enter it.
-
-    Raises:
-        ConfigurationError: another user made it or may write to it, or it cannot be written.
+    Made if it is missing, for this user alone. `ConfigurationError`: another user made it or may
+    write to it, or it cannot be written.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (caches / "cb_rollout", caches / "cb_rollout" / name):
@@ -92,11 +90,8 @@ def compiler_obstacle() -> str | None:
 def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
     """Load C++ source, compiled now or by an earlier process (torch 2.11 to 2.13).
 
-    `contracts`: let the compiler join products and sums, in some loops and not in others.
-
-    Raises:
-        ConfigurationError: another user made the library or may write to it.
-        Exception: what the compiler raises.
+    `contracts`: let the compiler join products and sums, in some loops and not in others. Raises
+    what the compiler raises; `ConfigurationError`: another user may have written the library.
     """
     with _own_folder() as folder:
         options = cpp_builder.CppTorchDeviceOptions(

@@ -25,20 +25,16 @@ class Split:
     rank: int
     """This process's rank in the group."""
 
-    @property
-    def own(self) -> torch.Tensor:
-        return self.indices[self.rank]
-
     def part(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """Return this process's part of a whole tensor, or of its factor divided along `dim`."""
-        return whole.index_select(self.dim if dim is None else dim, self.own.to(whole.device))
+        own = self.indices[self.rank].to(whole.device)
+        return whole.index_select(self.dim if dim is None else dim, own)
 
 
 def distributed_config(config: PreTrainedConfig, size: int) -> Any:
     """Return transformers' setting that splits a model of this config over `size` processes.
 
-    Raises:
-        ConfigurationError: transformers is too old, or the heads cannot be divided.
+    `ConfigurationError`: transformers is too old, or the heads cannot be divided.
     """
     try:
         from transformers.distributed import DistributedConfig

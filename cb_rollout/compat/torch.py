@@ -124,11 +124,9 @@ def dropout_rate(model: torch.nn.Module) -> float:
     return max((site.rate for site in dropout_sites(model)), default=0.0)
 
 
-@contextmanager
-def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+def without_dropout(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Set all rates of `dropout_sites` to 0; the model stays in its mode."""
-    with replacing([(site.module, site.attribute, 0.0) for site in dropout_sites(model)]):
-        yield
+    return replacing([(site.module, site.attribute, 0.0) for site in dropout_sites(model)])
 
 
 # torch 2.13's unpadded attention takes these; an earlier release may have none.

@@ -124,26 +124,22 @@ class Durations:
 
 def exposition(counters: EngineCounters, status: EngineStatus, durations: Durations) -> str:
     """Return every metric in Prometheus' text format; no label comes from a caller."""
-    return "".join(f"{line}\n" for line in _lines(counters, status, durations))
-
-
-def _lines(counters: EngineCounters, status: EngineStatus, durations: Durations) -> Iterator[str]:
+    lines: list[str] = []
     for record, kind, suffix in ((counters, "counter", "_total"), (status, "gauge", "")):
         for entry in fields(record):
             if entry.metadata:
                 name = f"{PREFIX}{entry.name}{suffix}"
-                yield from _heading(name, entry.metadata["help"], kind)
-                yield f"{name} {getattr(record, entry.name)}"
+                lines += _heading(name, entry.metadata["help"], kind)
+                lines.append(f"{name} {getattr(record, entry.name)}")
     for distribution, histogram in durations.histograms.items():
         name = f"{PREFIX}{distribution.name}"
-        yield from _heading(name, distribution.help, "histogram")
+        lines += _heading(name, distribution.help, "histogram")
         counts, total = histogram.read()
-        for bound, count in zip((*map(str, BUCKETS), "+Inf"), counts, strict=True):
-            yield f'{name}_bucket{{le="{bound}"}} {count}'
-        yield f"{name}_sum {total}"
-        yield f"{name}_count {counts[-1]}"
+        for bound, count in zip((*BUCKETS, "+Inf"), counts, strict=True):
+            lines.append(f'{name}_bucket{{le="{bound}"}} {count}')
+        lines += [f"{name}_sum {total}", f"{name}_count {counts[-1]}"]
+    return "\n".join([*lines, ""])
 
 
-def _heading(name: str, help_text: str, kind: str) -> Iterator[str]:
-    yield f"# HELP {name} {help_text}"
-    yield f"# TYPE {name} {kind}"
+def _heading(name: str, help_text: str, kind: str) -> list[str]:
+    return [f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"]

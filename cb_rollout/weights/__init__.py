@@ -35,13 +35,10 @@ _LOGGER = logging.getLogger(__name__)
 def create_weight_sync(
     model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None, optimizer: Any = None
 ) -> WeightSynchronizer:
-    """Create the synchronizer that `weight_sync` and the model call for.
+    """Create the synchronizer that the settings and a training module, wrapped or not, call for.
 
-    Args:
-        model: the training module, wrapped or not.
-        config: its `weight_sync` and `rollout_dtype` decide.
-        accelerator: the trainer's; gives precision and device.
-        optimizer: the model's, its class or known name, for the memory of its states.
+    `accelerator`: the trainer's; gives precision and device. `optimizer`: the model's, its class or
+    known name, for the memory of its states.
 
     Raises:
         ConfigurationError: the model's weights cannot be used as the config says, or at all.

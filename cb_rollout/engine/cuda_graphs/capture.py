@@ -33,8 +33,7 @@ class CudaCapture:
     def __call__(self, step: Replay) -> Replay:
         """Run a step twice, to compile kernels and set up libraries; then capture it.
 
-        Raises:
-            RuntimeError: the step waits for the device, or CUDA refused the capture.
+        `RuntimeError`: the step waits for the device, or CUDA refused the capture.
         """
         caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(caller)

@@ -69,11 +69,6 @@ class GraphSampler:
         # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def host_results(self) -> torch.Tensor:
-        """Return system memory for the results; pinned, where there is a device."""
-        is_pinned = self.results.device.type == "cuda"
-        return torch.zeros(self.results.shape, dtype=torch.float64, pin_memory=is_pinned)
-
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
         self._buffers = None

@@ -104,11 +104,7 @@ class PendingStep:
         return [request for request in self._requests if request.status is decoding]
 
     def read(self, requests: Sequence[Request]) -> HostSampled:
-        """Wait for the step; return what was sampled for its sequences.
-
-        Raises:
-            RuntimeError: the device failed.
-        """
+        """Wait for the step; return its sequences' samples. `RuntimeError`: the device failed."""
         if self._end is not None:
             self._end.synchronize()
         rows_B = self._rows_B
@@ -161,7 +157,10 @@ class GraphedDecoding:
         self._inputs = GraphInputs(num_rows, device)
         self._sampler = GraphSampler(num_rows, device, sampling)
         # One for a step, one for the step after it.
-        self._host_results = [self._sampler.host_results() for _ in range(2)]
+        self._host_results = [
+            torch.zeros_like(self._sampler.results, device="cpu", pin_memory=device.type == "cuda")
+            for _ in range(2)
+        ]
         self.can_look_ahead = not decoding.cache.is_recurrent
         """False where a step that is given up could not run again, since states moved on."""
         # Largest first, so that the others fit its memory. Tiles may stay empty.
@@ -202,8 +201,7 @@ class GraphedDecoding:
     def check_model(self, block_size: int) -> None:
         """Capture a graph for each number of rows, before there is any cache.
 
-        Raises:
-            Exception: the forward cannot be captured, for example because it waits for the device.
+        Raises an exception if the forward cannot be captured, as one that waits for the device.
         """
         self.check_weights()
         if self.has_hooks:

@@ -54,8 +54,7 @@ class ExecutionPath(NamedTuple):
 def choose_compilation(runner: ModelRunner, config: RolloutConfig) -> None:
     """Have the runner's decode steps compiled, where the settings ask for it or leave it open.
 
-    Raises:
-        ConfigurationError: the steps cannot be compiled as asked.
+    `ConfigurationError`: the steps cannot be compiled as asked.
     """
     asked = config.use_default_compile_configs
     if asked is False:
@@ -101,11 +100,8 @@ def create_graphs(
 ) -> tuple[GraphedDecoding | None, ExecutionPath]:
     """Create the graphs of decode steps of up to `max_rows`, and their path; None: no graphs.
 
-    `is_alone`: no other process takes part in the forwards.
-
-    Raises:
-        ConfigurationError: a setting asks for graphs, and there can be none.
-        OutOfCacheMemoryError: there is no memory for them.
+    `is_alone`: no other process takes part in the forwards. `ConfigurationError`: a setting asks
+    for graphs, and there can be none. `OutOfCacheMemoryError`: there is no memory for them.
     """
     traced_forward = _traced_forward(runner)
     is_plain = config.wants_graphs is False or config.router_replay or not is_alone

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
+from cb_rollout.compat.tensor_parallel import num_processes
 from cb_rollout.engine.memory.system import DeviceMemory, system_memory
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
@@ -50,8 +50,7 @@ def num_sharers(device: torch.device) -> int:
     """Return how many processes of this launch share the device's memory."""
     started = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
     if not started:
-        is_group = distributed.is_available() and distributed.is_initialized()
-        started = distributed.get_world_size() if is_group else 1
+        started = num_processes()
     if device.type != "cuda":
         return started
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
