@@ -50,7 +50,7 @@ def as_in_evaluation(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str,
     `Module.compile()` compiles modules in place (torch 2.11 to 2.13).
     """
     modules: list[Any] = list(model.modules())
-    training = [(module, "training", False) for module in modules if module.training]
+    training: list[Any] = [(module, "training", False) for module in modules if module.training]
     return training + [(m, "_compiled_call_impl", None) for m in modules if m._compiled_call_impl]
 
 
@@ -189,7 +189,8 @@ CAPTURED_HOOKS = (
 
 def has_hooks(model: torch.nn.Module) -> bool:
     """Return whether a captured forward would leave out a call of a hook (torch 2.11 to 2.13)."""
-    return _module._has_any_global_hook() or any(True for _ in _uncaptured_hooks(model))
+    has_global = bool(_module._has_any_global_hook())
+    return has_global or next(_uncaptured_hooks(model), None) is not None
 
 
 # Libraries whose hooks and replaced forwards shard or watch a model, or compute the same.

@@ -57,7 +57,7 @@ def with_adapters(model: PreTrainedModel, config: PeftConfig) -> torch.nn.Module
 
 def scalings_of(model: torch.nn.Module) -> dict[str, float]:
     """Return the factor of each active adapter, by its layer's name inside the model."""
-    layers: Any = [(path, m) for path, m in model.named_modules() if isinstance(m, BaseTunerLayer)]
+    layers: Any = [(path, m) for path, m in model.named_modules() if _is_adapted(m)]
     return {
         f"{path}.{name}": float(layer.scaling[name])
         for path, layer in layers
@@ -72,7 +72,7 @@ def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
         if module.disable_adapters or not module.active_adapters:
             return module.original_module
         return module.modules_to_save[module.active_adapters[0]]
-    if isinstance(module, BaseTunerLayer):
+    if _is_adapted(module):
         return module.base_layer
     if isinstance(module, AuxiliaryTrainingWrapper):
         raise _cannot_merge(type(module).__name__)
@@ -81,15 +81,19 @@ def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
 
 def low_ranks_of(module: Any) -> tuple[LowRank, ...]:
     """List the updates that the active adapters of a PEFT layer add to its base weight."""
-    if not isinstance(module, BaseTunerLayer) or module.disable_adapters or module.merged:
+    if not _is_adapted(module) or module.disable_adapters or module.merged:
         return ()
-    if type(module) not in MERGEABLE or isinstance(module.base_layer, BaseTunerLayer):
+    if type(module) not in MERGEABLE or _is_adapted(module.base_layer):
         raise _cannot_merge(f"{type(module).__module__}.{type(module).__name__}")
     return tuple(
         _low_rank(module, name)
         for name in module.active_adapters
         if name in module.lora_A or name in module.lora_embedding_A
     )
+
+
+def _is_adapted(module: torch.nn.Module) -> bool:
+    return isinstance(module, BaseTunerLayer)
 
 
 def _low_rank(layer: Any, name: str) -> LowRank:

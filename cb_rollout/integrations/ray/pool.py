@@ -195,7 +195,7 @@ class RolloutPool:
 
     @property
     def _is_main(self) -> bool:
-        return self._group is None or self._group.is_leader
+        return self._group is None or self._group.group_rank == 0
 
     def _on_main(self, work: Callable[[], T], others: Callable[[], Any] = _nothing) -> T:
         """Work in the main process, and do `others` in those beside it; all get result or error."""
