@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
+from cb_rollout.engine.attention.shared_prefix import num_common
 from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joined_routes
 from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.integrations.trl.images import COUNTS, image_arguments, of_rows
@@ -267,7 +268,7 @@ def _matched_spans(
             part = list(completion_ids[start:end])
             history = (*prompt_ids, *completion_ids[:start])
             candidates = by_prompt.get(history, [])
-            equal = [_num_equal(own.generated_tokens, part) for own in candidates]
+            equal = [num_common([own.generated_tokens, part]) for own in candidates]
             shared = range(max(equal, default=0), 0, -1)
             forks = (n for n in shared if n == len(part) or (*history, *part[:n]) in by_prompt)
             num_tokens = next(forks, 0)
@@ -278,11 +279,6 @@ def _matched_spans(
             spans.append((start, num_tokens, candidates[-1]))
             start += num_tokens
     return spans
-
-
-def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return with how many equal tokens two sequences begin."""
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))))
 
 
 def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> None:
