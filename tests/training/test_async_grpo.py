@@ -68,7 +68,7 @@ class Watched(AsyncRollouts):
 
     def _report_age(self, sample):
         super()._report_age(sample)
-        self.taken.append((self._model_version, sample))
+        self.taken.append((self._version.value, sample))
 
     def update_model_version(self, model_version):
         super().update_model_version(model_version)

@@ -47,23 +47,21 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         args: Any,
         *,
         max_inflight_tasks: int,
-        first_version: Callable[[], int],
+        version: Any,
         on_progress: Callable[[], None],
         **settings: Any,
     ) -> None:
         """Prepare the loop; TRL raises ValueError for one of its `settings` that it refuses.
 
-        `first_version` gives the trainer's version that is the engine's policy version 0.
+        `version` has the trainer's `value`, and the `first`, which is the engine's version 0.
         `on_progress` is called when a turn, a tool or the scoring of a group has ended.
         """
-        self.version = SimpleNamespace(value=0.0)
-        """The trainer's version of the weights that it sent last."""
         super().__init__(
             model_name="",
             dataset=(),  # pyright: ignore[reportArgumentType]  the source has the rows
             eos_token_ids=[settings["processing_class"].eos_token_id],
             rollout_buffer=samples,  # pyright: ignore[reportArgumentType]
-            model_version_value=self.version,  # pyright: ignore[reportArgumentType]
+            model_version_value=version,
             heartbeat_value=SimpleNamespace(value=0.0),  # pyright: ignore[reportArgumentType]
             failed_event=threading.Event(),  # pyright: ignore[reportArgumentType]
             exception_info_queue=queue.Queue(),  # pyright: ignore[reportArgumentType]
@@ -80,7 +78,7 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         self._tool_pool = DaemonThreads()  # pyright: ignore[reportAttributeAccessIssue]
         self._generator, self._params, self._source = generator, params, source
         self._tool_timeout_seconds = generator.config.tool_timeout_seconds
-        self._on_progress, self._first_version = on_progress, first_version
+        self._on_progress, self._version = on_progress, version
         self._hung: list[Any] = []
 
     def run(self) -> None:
@@ -193,7 +191,7 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
     async def _score_group(self, group: upstream.RolloutGroup) -> list[Any]:
         rows = await super()._score_group(group)
         self._on_progress()
-        index, first = group.group_id, self._first_version()
+        index, first = group.group_id, self._version.first
         if rows:
             self._source.queue(index, len(rows))
         else:

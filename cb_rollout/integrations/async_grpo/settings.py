@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import RolloutDtype, WeightSync
@@ -72,15 +72,6 @@ def require_data(train_dataset: Any, reward_funcs: Any) -> None:
     reads_row = not isinstance(train_dataset, Iterator)
     if where := images_in(train_dataset, "train_dataset", reads_row=reads_row):
         raise refused("async trainer, images", where=where)
-
-
-def own_tokenizer(model: str | torch.nn.Module, processing_class: Any) -> Any:
-    """Return `processing_class`, or else the checkpoint's."""
-    if processing_class is not None:
-        return processing_class
-    if not isinstance(model, str):
-        raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
-    return AutoTokenizer.from_pretrained(model)
 
 
 def create_generator(

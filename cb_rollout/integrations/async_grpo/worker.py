@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+from transformers import AutoTokenizer
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
@@ -124,18 +126,25 @@ class AsyncRollouts:
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         if args.device.type != "cuda":
             adapt_trainers()
-        self._tokenizer = processing_class = settings.own_tokenizer(model, processing_class)
+        if processing_class is None:
+            if not isinstance(model, str):
+                raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
+            processing_class = AutoTokenizer.from_pretrained(model)
+        self._tokenizer = processing_class
         self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
         self.callback = PositionCallback(self._source, settings.samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
         self._max_outstanding = settings.max_outstanding(args)
+        self._max_in_flight = self._max_outstanding
+        if args.max_inflight_tasks > 0:
+            self._max_in_flight = min(args.max_inflight_tasks, self._max_outstanding)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
         self._strategy = _Asynchronous(
             strategy or Plain(), args.max_staleness, self._num_groups_allowed
         )
-        self._model_version = 0
-        self._first_version = 0
+        self._version = SimpleNamespace(value=0, first=0)
+        """The trainer's version of the weights, and the one that is the engine's version 0."""
         self._conversations: ConversationLoop | None = None
         self._stream: RequestStream | None = None
         self._is_stopping = threading.Event()
@@ -172,10 +181,8 @@ class AsyncRollouts:
             self.generator.close()
 
     def update_model_version(self, model_version: int) -> None:
-        self._model_version = model_version
-        if self._conversations is not None:
-            self._conversations.version.value = model_version
-        self._first_version = model_version - self.generator.policy_version
+        self._version.value = model_version
+        self._version.first = model_version - self.generator.policy_version
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise `RolloutError` if the thread ended, or was silent for `stale_after_s` seconds."""
@@ -214,10 +221,8 @@ class AsyncRollouts:
 
     def _num_groups_allowed(self) -> int:
         """Return the most groups in flight that are trained on before they are too old."""
-        limit = self._max_outstanding - self.rollout_buffer.qsize()
-        if self._args.max_inflight_tasks > 0:
-            limit = min(limit, self._args.max_inflight_tasks)
-        return max(1, limit // self._args.num_generations)
+        num_allowed = self._max_outstanding - self.rollout_buffer.qsize()
+        return max(1, min(num_allowed, self._max_in_flight) // self._args.num_generations)
 
     @property
     def _params(self) -> SamplingParams:
@@ -243,11 +248,10 @@ class AsyncRollouts:
                 self._error = error
 
     def _roll_out_conversations(self) -> None:
-        most, limit = self._max_outstanding, self._args.max_inflight_tasks
         self._conversations = ConversationLoop(
             *(self.generator, self._params, self._source, self.rollout_buffer, self._args),
-            max_inflight_tasks=min(limit, most) if limit > 0 else most,
-            first_version=lambda: self._first_version,
+            max_inflight_tasks=self._max_in_flight,
+            version=self._version,
             on_progress=self._note_progress,
             reward_funcs=self._reward_funcs,
             processing_class=self._tokenizer,
@@ -255,7 +259,6 @@ class AsyncRollouts:
             tools=self._tools,
             environment_factory=self._environment_factory,
         )
-        self._conversations.version.value = self._model_version
         if not self._is_stopping.is_set():
             self._conversations.run()
 
@@ -284,7 +287,7 @@ class AsyncRollouts:
     def _put(self, group: Group, metrics: dict[str, float]) -> None:
         lengths = [len(output.generated_tokens) for output in group.outputs]
         self._source.queue(group.prompt["index"], len(group.outputs))
-        for sample in samples_of(group, self._texts(group.outputs), self._first_version):
+        for sample in samples_of(group, self._texts(group.outputs), self._version.first):
             self._put_sample(sample)
         self.metrics_queue.put(
             {
@@ -304,7 +307,7 @@ class AsyncRollouts:
 
     def _report_age(self, sample: RolloutSample) -> None:
         self._source.take(sample.prompt_index)
-        ages = [(self._model_version - version, n) for version, n in sample.token_versions]
+        ages = [(self._version.value - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(
             {
                 "rollout/staleness_mean": (

@@ -333,7 +333,7 @@ def test_asynchronous_rollouts_on_a_pool_have_the_version_of_every_token(
     )
     trainer.train()
     assert trainer.state.global_step == 4
-    offset = rollouts._first_version
+    offset = rollouts._version.first
     assert len(rollouts.taken) >= 32
     for sample in rollouts.taken:
         num_prompt = int((sample.completion_mask == 0).sum())
