@@ -113,6 +113,7 @@ class _TextResponseBuilder(ResponseBuilder):
         self._params, self.num_choices = params, body.n or 1
         self._with_logprobs = body.logprobs is not None and body.logprobs is not False
         self._shows_tokens = body.return_token_ids or self._with_logprobs
+        self._as_ids = body.return_tokens_as_token_ids
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}
         self._num_characters: dict[int, int] = defaultdict(int)
 
@@ -150,9 +151,8 @@ class CompletionResponseBuilder(_TextResponseBuilder):
     def _choice(self, index: int, output: GenerationOutput, start: int) -> dict[str, Any]:
         text, logprobs = self._text(index, output, start), None
         if self._with_logprobs:
-            num_before, as_ids = self._num_characters[index], self.body.return_tokens_as_token_ids
             logprobs, self._num_characters[index] = self.model.tokens.completion_logprobs(
-                output, start, num_before, as_ids
+                output, start, self._num_characters[index], self._as_ids
             )
         choice = {"text": text, "finish_reason": _finish_reason(output), "logprobs": logprobs}
         if self.body.return_token_ids:
@@ -204,8 +204,7 @@ class ChatResponseBuilder(_TextResponseBuilder):
         choice["finish_reason"] = "tool_calls" if calls else _finish_reason(output)
         choice["logprobs"] = None
         if self._with_logprobs:
-            as_ids = self.body.return_tokens_as_token_ids
-            choice["logprobs"] = self.model.tokens.chat_logprobs(output, start, as_ids)
+            choice["logprobs"] = self.model.tokens.chat_logprobs(output, start, self._as_ids)
         return choice | _ids(output, start) if self.body.return_token_ids else choice
 
     def _said(

@@ -69,6 +69,8 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         shown = write_pages(folder, run, name) if counts else {}
         charts = figures.figures_html({name: metrics})
         charts = f'<section class="charts">\n{charts}\n</section>' if charts else ""
+        place = f", {runs.index(run) + 1} of {len(runs)} in this directory" if len(runs) > 1 else ""
+        resumed = "".join(f", after step {step:,} of {of}" for of, step in run.continues.items())
         numbers = "".join(
             f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
             for label, value, note in key_figures(metrics, counts)
@@ -76,7 +78,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         page = html_page(
             name,
             f"""<header class="top">
-<p class="kicker">Rollout report of run {visible_html(_described(run, runs))}</p>
+<p class="kicker">Rollout report of run {visible_html(run.run_id + place + resumed)}</p>
 <h1>{visible_html(name)}</h1>
 <dl class="figures">{numbers}</dl>
 </header>
@@ -95,12 +97,6 @@ def _advice(metrics: Metrics, audit: Path) -> str:
         text = visible_html(audit.read_text(encoding="utf-8"))
         items += f'<li>The last audit:<pre class="prompt">{text}</pre></li>'
     return f'<section class="advice"><h2>Look at</h2><ul>{items}</ul></section>\n' if items else ""
-
-
-def _described(run: Run, runs: Sequence[Run]) -> str:
-    place = f", {runs.index(run) + 1} of {len(runs)} in this directory" if len(runs) > 1 else ""
-    resumed = "".join(f", after step {step:,} of {of}" for of, step in run.continues.items())
-    return f"{run.run_id}{place}{resumed}"
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
