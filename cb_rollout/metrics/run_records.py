@@ -222,7 +222,7 @@ class RunRecorder:
     def _append(self, name: str, record: StepMetrics | SequenceRecord) -> None:
         if not self._is_stopped:
             with self._stopping(), (self.run_dir / name).open("ab", buffering=0) as file:
-                append_lines(file, json_line(self._run | _plain(asdict(record))))
+                append_lines(file, json_line(self._run | json_value(asdict(record))))
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -366,12 +366,12 @@ def _numbers(values: Iterable[Any]) -> list[float]:
     return [math.nan if value is None else float(value) for value in values]
 
 
-def _plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return a value as JSON holds it: a number that is not finite as null."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     return value if value is None or isinstance(value, int | str) else _finite(value)
 
 

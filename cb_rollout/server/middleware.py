@@ -221,14 +221,10 @@ def is_own_user(
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that repeats the body, then goes on with the later messages."""
-    is_sent = False
+    whole = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return next(whole, None) or await receive()
 
     return replay
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import re
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 
 from cb_rollout.config.rollout import SYNONYMS
 from cb_rollout.errors import ConfigurationError, RolloutError
+from cb_rollout.metrics.run_records import json_value
 
 # The command ran and reports a problem.
 EXIT_PARTLY = 1
@@ -121,15 +121,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def write_json(value: Any) -> None:
     """Write a value to stdout as JSON; a number that is not finite becomes null."""
-
-    def finite(inner: Any) -> Any:
-        if isinstance(inner, Mapping):
-            return {key: finite(item) for key, item in inner.items()}
-        if isinstance(inner, list | tuple):
-            return [finite(item) for item in inner]
-        return None if isinstance(inner, float) and not math.isfinite(inner) else inner
-
-    sys.stdout.write(json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+    print(json.dumps(json_value(value), indent=2, allow_nan=False))
 
 
 def require_packages(command: str, packages: Iterable[str], requirement: str) -> None:

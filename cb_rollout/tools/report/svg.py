@@ -125,10 +125,11 @@ def curve_chart(
     A curve has dots if they are few. A band is the tinted area between two values of each x. `tips`
     are texts shown when the pointer is at an x.
     """
-    paths = "".join(
-        f'<path class="band {style}" d="M{_corners(_outline(spans, x), x, y)}Z"/>'
-        for style, spans in bands
-    )
+    paths = ""
+    for style, spans in bands:
+        outline = [(at, high) for at, _, high in spans]
+        outline += [(at, low) for at, low, _ in reversed(spans)]
+        paths += f'<path class="band {style}" d="M{_corners(outline, x, y)}Z"/>'
     paths += "".join(
         f'<path class="line {style}" d="M{_corners(points, x, y)}"/>' for style, points in curves
     )
@@ -152,15 +153,6 @@ def _grid(x: Axis, y: Axis) -> str:
         for tick in x.ticks
     )
     return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
-
-
-def _outline(spans: Sequence[Span], x: Axis) -> list[Point]:
-    # A single step has a band as wide as its dot.
-    if len(spans) == 1:
-        (at, low, high), half = spans[0], (x.high - x.low) / 100
-        spans = [(at - half, low, high), (at + half, low, high)]
-    upper = [(at, high) for at, _, high in spans]
-    return upper + [(at, low) for at, low, _ in reversed(spans)]
 
 
 def _corners(points: Sequence[Point], x: Axis, y: Axis) -> str:
