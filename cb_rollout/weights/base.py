@@ -70,11 +70,6 @@ class WeightSynchronizer:
         for device in {weight.device for weight in weights}:
             devices.empty_cache(device)
 
-    def _allocate_released(self) -> None:
-        for storage, num_bytes in self._released:
-            storage.resize_(num_bytes)
-        self._released = ()
-
 
 class SharedWeights(WeightSynchronizer):
     """The training module in both roles: nothing is copied."""

@@ -86,7 +86,9 @@ class CopiedWeights(WeightSynchronizer):
             source, weights = self._matching()
             if self._released:
                 self._taken.clear()
-                self._allocate_released()
+            for storage, num_bytes in self._released:
+                storage.resize_(num_bytes)
+            self._released = ()
             stale = [weight for weight in weights if self._is_stale(weight)]
             # Reading replaces a shard's storage, so take the states first.
             states = {weight: _state(weight) for weight in stale}

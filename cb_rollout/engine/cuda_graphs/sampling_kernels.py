@@ -250,11 +250,6 @@ def _joined(measures, num_parts, parts, LARGEST_AT: tl.constexpr, SUM_AT: tl.con
 
 
 @triton.jit
-def _normalizer(largest, total):
-    return tl.log(total.to(tl.float32)) + largest
-
-
-@triton.jit
 def _share_sums(measures, limits, lines, line_stride, num_parts, row, parts):
     """Return the largest score that is sampled from, each part's sum, and the least weight."""
     largest, shares = _joined(measures, num_parts, parts, LARGEST, SUM)
@@ -291,7 +286,7 @@ def draw_kernel(
         measures += row.to(tl.int64) * NUM_MEASURES * num_parts
         parts = tl.arange(0, PARTS_WIDTH)
         own_largest, own_shares = _joined(measures, num_parts, parts, OWN_LARGEST, OWN_SUM)
-        own_normalizer = _normalizer(own_largest, tl.sum(own_shares, 0))
+        own_normalizer = tl.log(tl.sum(own_shares, 0).to(tl.float32)) + own_largest
         largest, shares, least = _share_sums(
             measures, limits, lines, line_stride, num_parts, row, parts
         )
@@ -320,7 +315,10 @@ def draw_kernel(
             token = tl.min(tl.where(scores == largest, ids, NO_TOKEN), 0)
         token = tl.minimum(token, vocab_size - 1)
         logprob = tl.sum(tl.where(ids == token, scores, 0.0), 0)
-        logprob -= _normalizer(largest, whole) if IS_PROCESSED else own_normalizer
+        if IS_PROCESSED:
+            logprob -= tl.log(whole.to(tl.float32)) + largest
+        else:
+            logprob -= own_normalizer
         is_valid = tl.abs(own_normalizer) < float("inf")
         is_possible = (whole > 0.0) & (whole < float("inf"))
         results += row * NUM_RESULTS
