@@ -238,17 +238,14 @@ def _is_same(function: Any) -> bool:
     return f"{names['__name__']}.".startswith(_SAME_FORWARD)
 
 
-# OpenMP 5.0's omp_pause_soft: keep settings, end threads.
-PAUSE_SOFT = 1
-
-
 def release_workers() -> bool:
     """End the calling thread's OpenMP workers, which its next computation starts again.
 
     Returns False where torch (2.11 to 2.13) computes without libgomp.
     """
     libgomp = _libgomp()
-    return libgomp is not None and libgomp.omp_pause_resource_all(PAUSE_SOFT) == 0
+    # 1 is OpenMP 5.0's omp_pause_soft: keep settings, end threads.
+    return libgomp is not None and libgomp.omp_pause_resource_all(1) == 0
 
 
 @cache

@@ -404,11 +404,9 @@ def attention_window(
     return window
 
 
-@contextmanager
-def replacing_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replacing_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
     """Have a module, called by whatever wraps it, run `forward` instead of its own."""
-    with replacing([(module, "forward", forward)]):
-        yield
+    return replacing([(module, "forward", forward)])
 
 
 def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
@@ -437,17 +435,15 @@ def taking_hidden_states(model: PreTrainedModel) -> Iterator[list[Any]]:
         handle.remove()
 
 
-@contextmanager
 def giving_hidden_states(
     model: PreTrainedModel, kind: type[Any], hidden: torch.Tensor
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Have the model's forward compute its head alone, on these hidden states, (B, S, H).
 
     `kind` is the class of the backbone's output.
     """
     output = kind(last_hidden_state=hidden)
-    with replacing_forward(backbone_of(model), lambda *_, **__: output):
-        yield
+    return replacing_forward(backbone_of(model), lambda *_, **__: output)
 
 
 def repeat_states(cache: Any, num_rows: int, device: torch.device) -> None:

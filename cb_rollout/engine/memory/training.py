@@ -27,7 +27,7 @@ TENSORS_PER_PARAMETER = {
     name: number for number, names in enumerate(_NAMES_BY_TENSORS) for name in names.split()
 }
 
-# Adam's two moments, assumed of an optimizer of an unknown class.
+# Adam's two moments, assumed of an optimizer of an unknown class, or where none is known.
 DEFAULT_TENSORS = 2
 
 # Settings that add a tensor each: of SGD and RMSprop, Adam, RMSprop, Adafactor.
@@ -36,9 +36,6 @@ TENSOR_SETTINGS = ("momentum", "amsgrad", "centered", "beta1")
 # By a part of the name; other optimizers store states in the dtype of their parameter. Quantised
 # states have a float32 scale for every 256 or 128 elements.
 BYTES_PER_ELEMENT = {"8bit": 1 + 4 / 256, "fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128, "32bit": 4.0}
-
-# The assumption where no optimizer is known.
-UNKNOWN_OPTIMIZER = "adam"
 
 # An optimizer, the class of one, or the name of a known one.
 OptimizerOrName = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
@@ -82,7 +79,7 @@ class TrainingMemory:
         the model is in training mode. `reserve_gib`: still to be allocated; "auto": measured.
         """
         self._trained, self._generating, self._device = trained, generating, device
-        self._optimizer_name = UNKNOWN_OPTIMIZER
+        self._optimizer_name = ""
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         if isinstance(optimizer, torch.optim.Optimizer):
             # accelerate's `prepare` wraps it.
