@@ -30,7 +30,6 @@ from cb_rollout.integrations.trl.backend import (
     GENERATION_MODE,
     AttachedGenerator,
     GenerationBackend,
-    attached_backend,
     create_generator,
     require_backend,
     trains_split_model,
@@ -188,7 +187,7 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
         )
     if getattr(trainer, "use_vllm", False):
-        if attached_backend(trainer):
+        if isinstance(getattr(trainer, "vllm_generation", None), GenerationBackend):
             raise ConfigurationError("cb_rollout is attached to this trainer already.")
         raise ConfigurationError(
             "the trainer was made with use_vllm=True; leave it False and attach again."

@@ -105,15 +105,9 @@ def _optimizer(trainer: Any) -> Any:
     return trainer.args.optim if chosen is None else chosen[0]
 
 
-def attached_backend(trainer: Any) -> "GenerationBackend | None":
-    """Return the backend of a trainer; None: nothing is attached."""
-    backend = getattr(trainer, "vllm_generation", None)
-    return backend if isinstance(backend, GenerationBackend) else None
-
-
 def require_backend(trainer: Any, caller: str) -> "GenerationBackend":
     """Return the backend of a trainer, or raise `ConfigurationError` if nothing is attached."""
-    if backend := attached_backend(trainer):
+    if isinstance(backend := getattr(trainer, "vllm_generation", None), GenerationBackend):
         return backend
     raise ConfigurationError(
         f"{caller}: cb_rollout is not attached to this trainer; call cb_rollout.attach(trainer) "

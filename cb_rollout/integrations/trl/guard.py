@@ -51,9 +51,6 @@ LOGGED = (
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
 
-# Warnings point at the caller of attach().
-STACKLEVEL = 3
-
 
 class ComparedRow(NamedTuple):
     """Log-probabilities of a row, sampled and by the trainer."""
@@ -386,7 +383,8 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
             "settings and generation_kwargs."
         )
     for bias in biases:
-        warnings.warn(bias, stacklevel=STACKLEVEL)
+        # The caller of attach().
+        warnings.warn(bias, stacklevel=3)
 
 
 def _truncations(params: SamplingParams, length: int) -> tuple[str, str]:
