@@ -81,7 +81,7 @@ class GroupsInFlight:
         self._sampler, self._stats = sampler, stats
         self._num_groups = 0
         self._groups: dict[int, PendingGroup] = {}
-        self._group_of: dict[str, int] = {}
+        self._group_of: dict[str, PendingGroup] = {}
         self._backlog: deque[GenerationOutput] = deque()
 
     def __len__(self) -> int:
@@ -111,13 +111,13 @@ class GroupsInFlight:
                 prompt = {"prompt": prompt, "images": row["images"]}
         request_ids = self._sampler.submit(prompt, num_sequences)
         pending.pending += request_ids
-        self._group_of |= dict.fromkeys(request_ids, pending.group.number)
+        self._group_of |= dict.fromkeys(request_ids, pending)
         self._stats.submitted += num_sequences
 
     def next_output(self) -> tuple[PendingGroup, GenerationOutput]:
         """Wait for the next sequence to end; it is no longer pending."""
         output = self._next()
-        pending = self._groups[self._group_of.pop(output.request_id)]
+        pending = self._group_of.pop(output.request_id)
         pending.pending.remove(output.request_id)
         return pending, output
 

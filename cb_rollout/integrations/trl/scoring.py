@@ -80,9 +80,9 @@ class TrainerScoring:
         config, manager, routers = generator.config, generator.manager, generator.manager.routers
         self._replays = config.sampling_mask == SamplingMaskMode.REPLAY
         self._guard = LogprobGuard(trainer, generator, self._policy_logprobs)
-        has_rollout_func = getattr(trainer, "rollout_func", None) is not None
+        self._has_rollout_func = getattr(trainer, "rollout_func", None) is not None
         # The same in every process: the corrections exchange data between all of them.
-        self._corrects_ends = has_rollout_func or unknown_end(trainer, manager.defaults) is not None
+        self._corrects_ends = self._has_rollout_func or unknown_end(trainer, manager.defaults) is not None
         self._packed: PackedLoss | None = None
         if config.loss_forward == LossForward.PACKED:
             if isinstance(generator, RolloutGenerator):
@@ -117,10 +117,9 @@ class TrainerScoring:
             generated = self._generate(prompts)
         finally:
             self._backend.end_rollout()
-        has_rollout_func = getattr(self._trainer, "rollout_func", None) is not None
         has_tool_mask = len(generated) > 3 and generated[2] is not None
         has_one_turn = len(context.outputs) == len(generated[0])
-        in_order = has_one_turn and not has_tool_mask and not has_rollout_func
+        in_order = has_one_turn and not has_tool_mask and not self._has_rollout_func
         context.rows = self._rows = loss_rows(
             *(generated, context.outputs, self._row_ids),
             is_in_order=in_order,

@@ -54,15 +54,8 @@ NUM_ITEMS = "num_items_in_batch"
 # Tensors of a batch that are padded on the left; those of completions are padded on the right.
 PROMPTS = ("prompt_ids", "prompt_mask")
 
-# A collector's metrics that hold before the trainer has scored anything.
-LOGGED = (
-    "rollout/useful_tokens_per_second",
-    "rollout/tokens_discarded",
-    "rollout/groups_cancelled",
-    "rollout/groups_carried",
-    "rollout/staleness_mean",
-    "rollout/staleness_max",
-)
+# A collector's metrics that do not hold before the trainer has scored anything.
+UNSCORED = ("rollout/groups_kept", "rollout/groups_dropped", "rollout/retries")
 
 
 def use_strategy(trainer: Any, strategy: Strategy) -> None:
@@ -154,7 +147,7 @@ class TrainerStrategy:
         except BaseException:
             backend.release()
             raise
-        metrics |= {name: groups.metrics()[name] for name in LOGGED}
+        metrics = {k: v for k, v in groups.metrics().items() if k not in UNSCORED} | metrics
         metrics |= status_metrics(backend.generator.manager.status())
         outputs = [output for group in complete for output in group.outputs]
         examples = self._repeated([group.prompt["row"] for group in complete])
