@@ -82,7 +82,7 @@ class TrainerScoring:
         self._guard = LogprobGuard(trainer, generator, self._policy_logprobs)
         self._has_rollout_func = getattr(trainer, "rollout_func", None) is not None
         # The same in every process: the corrections exchange data between all of them.
-        self._corrects_ends = self._has_rollout_func or unknown_end(trainer, manager.defaults) is not None
+        self._corrects_ends = self._has_rollout_func or bool(unknown_end(trainer, manager.defaults))
         self._packed: PackedLoss | None = None
         if config.loss_forward == LossForward.PACKED:
             if isinstance(generator, RolloutGenerator):
