@@ -92,7 +92,7 @@ class StreamOptions(Strict):
     include_usage: bool = False
 
 
-class _Sampling(Strict):
+class Sampling(Strict):
     """Sampling settings; a field left out takes the served model's default."""
 
     temperature: float | None = None
@@ -109,7 +109,7 @@ class _Sampling(Strict):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
-class _TextRequest(_Sampling):
+class _TextRequest(Sampling):
     """Fields of both of OpenAI's endpoints."""
 
     model: str | None = None
@@ -246,7 +246,7 @@ class ChatCompletionRequest(_TextRequest):
     parallel_tool_calls: Literal[True] | None = None
 
 
-class TokenSampling(_Sampling):
+class TokenSampling(Sampling):
     """The `sampling_params` of `/inference/v1/generate`."""
 
     n: Annotated[int, Field(ge=1)] = 1

@@ -39,10 +39,7 @@ from cb_rollout.server.tool_parser import ToolParser
 T = TypeVar("T")
 
 # Fields of the same name and meaning in a body and in `SamplingParams`.
-SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos",
-)  # fmt: skip
+SAME_NAME = {*protocol.Sampling.model_fields, "top_k"} - {"min_tokens"}
 
 # The time to compile a schema grows with its size, and a compilation cannot be stopped.
 MAX_SCHEMA_CHARACTERS = 1 << 16

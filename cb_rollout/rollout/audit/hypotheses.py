@@ -167,11 +167,9 @@ def _prompts(
             yield Cause.RETOKENISED, detail, [a or b for a, b in zip(again, own, strict=True)]
         if getattr(tokenizer, "chat_template", None):
             chats = [[{"role": "user", "content": text}] for text in texts]
-            again = None
             # A template may refuse a chat of one message of the user.
             with suppress(Exception):
                 again = tokenizer.apply_chat_template(chats, add_generation_prompt=True)
-            if again is not None:
                 yield Cause.TEMPLATE_TWICE, "", again["input_ids"]
     if isinstance(pad, int):
         longest = max(map(len, own))
