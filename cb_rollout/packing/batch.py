@@ -124,7 +124,10 @@ class PackedRow(NamedTuple):
             keys = keys if own is None else own.cache_keys(keys, 0, len(keys))
             keys = [key if isinstance(key, tuple) else (key,) for key in keys]
         if self.routes is not None:
-            routes = (_digest(of_token.tobytes()) for of_token in self.routes[: len(keys)])
+            routes = (
+                hashlib.blake2b(own.tobytes(), digest_size=16).digest()
+                for own in self.routes[: len(keys)]
+            )
             keys = list(zip_longest(keys, routes, fillvalue=b""))
         return (self.rope_side, self.routes is not None), keys
 
@@ -413,10 +416,6 @@ def _packed_images(
 ) -> dict[str, torch.Tensor]:
     positions_AN = torch.cat([own.positions_AT[:, a:b] for own, a, b in images], 1)
     return _joined_images(positions_AN[:, None], images, image_names, dim=1)
-
-
-def _digest(routes: bytes) -> bytes:
-    return hashlib.blake2b(routes, digest_size=16).digest()
 
 
 def _first(path: tuple[range, ...], num_tokens: int) -> tuple[range, ...]:

@@ -176,7 +176,9 @@ class RolloutPool:
         manager = self.manager = PoolManager(
             self._cluster, arguments, num_workers, timeout_seconds, start_timeout_seconds
         )
-        self._finalizer = weakref.finalize(self, _close, manager)
+        self._finalizer = weakref.finalize(
+            self, manager.close, EngineDeadError("the pool was closed; make another one.")
+        )
         worker = manager.first_description()
         manager.defaults, manager.routers = worker.defaults, worker.routers
         serving = replace(worker.limits, max_cached_tokens=manager.max_cached_tokens)
@@ -483,7 +485,3 @@ class PooledGenerator:
 def _require_workers(num_workers: int) -> None:
     if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 1:
         raise ConfigurationError(f"num_workers={num_workers!r} is not a whole number >= 1.")
-
-
-def _close(manager: PoolManager) -> None:
-    manager.close(EngineDeadError("the pool was closed; make another one."))
