@@ -293,7 +293,7 @@ def test_dropout_that_the_correction_would_take_for_a_new_policy_is_warned_of(tm
     ("settings", "message"),
     [
         ({"max_completion_length": 512}, "max_completion_length=512 leaves no room for a prompt"),
-        ({"temperature": 0.0}, "temperature=0.0: the completions of a group would all be the same"),
+        ({"temperature": 0.0}, "temperature=0.0, generation_kwargs=None: decoding is greedy"),
     ],
 )
 def test_settings_that_no_rollout_could_serve_are_refused_before_training(

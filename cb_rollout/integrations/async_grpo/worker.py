@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cb_rollout.config.combinations import refused
+from cb_rollout.config.enums import RolloutDtype, WeightSync
+from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError, WeightSyncError, error_text
-from cb_rollout.integrations.async_grpo import settings
 from cb_rollout.integrations.async_grpo.conversations import ConversationLoop
 from cb_rollout.integrations.async_grpo.prompts import PositionCallback, PromptSource
 from cb_rollout.integrations.async_grpo.samples import (
@@ -30,6 +33,8 @@ from cb_rollout.integrations.async_grpo.samples import (
 )
 from cb_rollout.integrations.async_grpo.tree_attention import adapt_trainers
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
+from cb_rollout.integrations.trl.images import images_in
+from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.strategies import Group, GroupCollector, Plain, RequestStream, Strategy
 from cb_rollout.types import GenerationOutput
 
@@ -114,13 +119,13 @@ class AsyncRollouts:
             ConfigurationError: a setting needs a server, or cannot be honoured.
         """
         has_conversations = bool(tools) or environment_factory is not None
-        settings.require_settings(args, in_flight, has_conversations and strategy is not None)
-        settings.require_data(train_dataset, reward_funcs)
+        _require_settings(args, in_flight, has_conversations and strategy is not None)
+        _require_data(train_dataset, reward_funcs)
         self._tools, self._environment_factory = tools, environment_factory
         self._has_conversations = has_conversations
-        if pool is not None and config is not None:
-            raise ConfigurationError("a pool has a config already; leave config out.")
         if pool is not None:
+            if config is not None:
+                raise ConfigurationError("a pool has a config already; leave config out.")
             pool.require_own("AsyncRollouts")
         self._args = args
         self._reward_funcs = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
@@ -132,9 +137,9 @@ class AsyncRollouts:
             processing_class = AutoTokenizer.from_pretrained(model)
         self._tokenizer = processing_class
         self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
-        self.callback = PositionCallback(self._source, settings.samples_per_step(args))
+        self.callback = PositionCallback(self._source, _samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
-        self._max_outstanding = settings.max_outstanding(args)
+        self._max_outstanding = _max_outstanding(args)
         self._max_in_flight = self._max_outstanding
         if args.max_inflight_tasks > 0:
             self._max_in_flight = min(args.max_inflight_tasks, self._max_outstanding)
@@ -159,7 +164,7 @@ class AsyncRollouts:
         if not args.process_index and pool is not None:
             self.generator = PooledGenerator(pool)
         elif not args.process_index:
-            self.generator = settings.create_generator(model, args, config, processing_class)
+            self.generator = _create_generator(model, args, config, processing_class)
 
     def start(self) -> None:
         self._is_stopping.clear()
@@ -328,3 +333,83 @@ class AsyncRollouts:
         # A group that is kept is queued at once.
         self._source.drop(taken["index"])
         return rewards
+
+
+def _require_settings(args: Any, in_flight: str, is_strategy_ignored: bool = False) -> None:
+    """Refuse settings that need a server, or that would be ignored."""
+    if is_strategy_ignored:
+        raise refused("async trainer, strategy and tools")
+    if args.token_budget is None:
+        raise ConfigurationError(
+            "token_budget=None asks a vLLM server for its limit; set it to the most tokens of one "
+            "forward, or to 0 for batches of per_device_train_batch_size completions."
+        )
+    if in_flight not in ("keep", "recompute"):
+        raise ConfigurationError(f"in_flight={in_flight!r} is not 'keep' or 'recompute'.")
+    if not args.temperature > 0:
+        raise ConfigurationError(
+            f"temperature={args.temperature}: the completions of a group would all be the same; "
+            "raise it."
+        )
+
+
+def _samples_per_step(args: Any) -> int:
+    """Return the completions that an optimizer step trains on, on all processes."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def _max_outstanding(args: Any) -> int:
+    """Return the most completions in flight or queued, so that none is too old when trained on."""
+    num_samples = _samples_per_step(args)
+    limit = max(1, args.max_staleness) * num_samples
+    if limit < args.num_generations:
+        raise ConfigurationError(
+            f"a group of num_generations={args.num_generations} is more than "
+            f"max_staleness={args.max_staleness} steps of {num_samples} completions, so "
+            "part of it would be too old; raise gradient_accumulation_steps or max_staleness."
+        )
+    return limit
+
+
+def _require_data(train_dataset: Any, reward_funcs: Any) -> None:
+    """Refuse data and rewards that would fail at the first completion."""
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not callable(reward):
+            raise ConfigurationError(
+                f"reward_funcs holds {reward!r:.60}, which cannot be called; pass functions of "
+                "prompts and completions."
+            )
+    if not isinstance(train_dataset, Iterable):
+        raise ConfigurationError(
+            f"train_dataset is a {type(train_dataset).__name__}; pass the trainer's own."
+        )
+    columns = getattr(train_dataset, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise ConfigurationError(
+            f"train_dataset has no column 'prompt', only {', '.join(columns)}; rename the one that "
+            "holds it."
+        )
+    # An iterator's first row would be lost.
+    reads_row = not isinstance(train_dataset, Iterator)
+    if where := images_in(train_dataset, "train_dataset", reads_row=reads_row):
+        raise refused("async trainer, images", where=where)
+
+
+def _create_generator(
+    model: str | torch.nn.Module, args: Any, config: Any, tokenizer: Any
+) -> RolloutGenerator:
+    """Create a generator on its own copy of the weights, on the trainer's device, in its dtype."""
+    settings = as_trainers_config(config, args.seed)
+    if settings.weight_sync == WeightSync.COPY:
+        raise refused("async trainer, copy")
+    if settings.router_replay:
+        raise refused("async trainer, router replay")
+    dtype = settings.rollout_dtype
+    if dtype == RolloutDtype.AUTO and (args.bf16 or args.fp16):
+        dtype = RolloutDtype.BFLOAT16 if args.bf16 else RolloutDtype.FLOAT16
+    settings = replace(settings, weight_sync=WeightSync.SHARED, rollout_dtype=dtype)
+    if not isinstance(model, torch.nn.Module):
+        loading = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+        loading |= args.model_init_kwargs or {}
+        model = AutoModelForCausalLM.from_pretrained(model, **loading)
+    return RolloutGenerator(model.to(args.device), settings, tokenizer=tokenizer)

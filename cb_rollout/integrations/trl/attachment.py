@@ -197,16 +197,12 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
 def _require_settings(trainer: Any) -> None:
     if trainer.args.use_transformers_continuous_batching:
         raise refused("transformers' batching")
-    if not trainer.args.temperature > 0:
+    temperature, given = trainer.args.temperature, trainer.args.generation_kwargs
+    if temperature <= 0 or from_generation_config(trainer.generation_config).is_greedy:
         raise ConfigurationError(
-            f"temperature={trainer.args.temperature}: the completions of a group would all be the "
-            "same; raise it in the trainer's config."
-        )
-    if from_generation_config(trainer.generation_config).is_greedy:
-        raise ConfigurationError(
-            f"generation_kwargs={trainer.args.generation_kwargs}: decoding is greedy, and the "
-            "completions of a group would all be the same; take do_sample and temperature out, and "
-            "set temperature in the trainer's config."
+            f"temperature={temperature}, generation_kwargs={given}: decoding is greedy, and the "
+            "completions of a group would all be the same; take do_sample and temperature out of "
+            "generation_kwargs, and raise temperature in the trainer's config."
         )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
