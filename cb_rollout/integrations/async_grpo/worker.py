@@ -132,17 +132,14 @@ class AsyncRollouts:
         if args.device.type != "cuda":
             adapt_trainers()
         if processing_class is None:
-            if not isinstance(model, str):
-                raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
-            processing_class = AutoTokenizer.from_pretrained(model)
+            processing_class = _tokenizer_of(model)
         self._tokenizer = processing_class
         self._source = PromptSource(train_dataset, processing_class, args.chat_template_kwargs)
         self.callback = PositionCallback(self._source, _samples_per_step(args))
         """For the trainer's `callbacks`: a resumed run then goes on with the next prompt."""
         self._max_outstanding = _max_outstanding(args)
-        self._max_in_flight = self._max_outstanding
-        if args.max_inflight_tasks > 0:
-            self._max_in_flight = min(args.max_inflight_tasks, self._max_outstanding)
+        most = args.max_inflight_tasks if args.max_inflight_tasks > 0 else self._max_outstanding
+        self._max_in_flight = min(most, self._max_outstanding)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.rollout_buffer = SampleQueue(self._max_outstanding, self._report_age)
         self._strategy = _Asynchronous(
@@ -333,6 +330,12 @@ class AsyncRollouts:
         # A group that is kept is queued at once.
         self._source.drop(taken["index"])
         return rewards
+
+
+def _tokenizer_of(model: str | torch.nn.Module) -> Any:
+    if not isinstance(model, str):
+        raise ConfigurationError("a module has no tokenizer; pass processing_class too.")
+    return AutoTokenizer.from_pretrained(model)
 
 
 def _require_settings(args: Any, in_flight: str, is_strategy_ignored: bool = False) -> None:

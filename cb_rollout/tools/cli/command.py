@@ -30,7 +30,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Answer(NamedTuple):
-    """What a command prints, as text or with `--json` as a JSON object, and its exit code."""
+    """Output of a command, as text and with `--json` as a JSON object, and its exit code."""
 
     text: str
     value: Mapping[str, Any]
