@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_with_the_first_prompt_that_was_not_trained_on(che
             callbacks=[rollouts.callback],
         )
         trainer.train(**resume)
-        return [sample.prompt_index for _, sample in rollouts.taken]
+        return [sample.group_id for _, sample in rollouts.taken]
 
     first = run(4)
     saved = json.loads((tmp_path / "checkpoint-4" / "cb_rollout_prompts.json").read_text())

@@ -201,6 +201,5 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         for row, sequence in zip(rows, sequences, strict=True):
             versions = [(first + version, count) for version, count in sequence.token_versions]
             own = {field.name: getattr(row, field.name) for field in fields(row)}
-            own |= {"group_id": index, "token_versions": versions, "prompt_index": index}
-            samples.append(RolloutSample(**own))
+            samples.append(RolloutSample(**own, token_versions=versions))
         return samples

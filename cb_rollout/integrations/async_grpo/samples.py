@@ -19,18 +19,13 @@ from cb_rollout.integrations.async_grpo.upstream import async_rollout_worker
 from cb_rollout.strategies.base import Group
 from cb_rollout.types import GenerationOutput
 
-# Added to the standard deviation that advantages are divided by, as in TRL's own worker.
-EPSILON = 1e-8
-
 
 @dataclass(slots=True)
 class RolloutSample(async_rollout_worker.RolloutSample):
-    """A completion to train on: trl's record, with its versions and its prompt."""
+    """A completion to train on, with its versions; `group_id` is the index of its prompt."""
 
     token_versions: list[tuple[int, int]] = field(default_factory=list)
     """Runs of `(model_version, num_tokens)` that sum to the sampled tokens."""
-    prompt_index: int = 0
-    """Index of the prompt in `PromptSource`."""
 
     def __post_init__(self) -> None:
         self.model_version = min(version for version, _ in self.token_versions)
@@ -97,12 +92,12 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[R
                 input_ids=np.array(output.prompt_ids + output.generated_tokens),
                 completion_mask=np.array([0] * num_prompt + [1] * num_sampled),
                 old_log_probs=np.array([0.0] * num_prompt + output.logprobs, np.float32),
-                advantage=(reward - mean) / (spread + EPSILON),
+                # As in TRL's own worker.
+                advantage=(reward - mean) / (spread + 1e-8),
                 model_version=first_version,
-                group_id=group.number,
+                group_id=group.prompt["index"],
                 metrics={"reward": reward, "reward_std": spread},
                 token_versions=versions,
-                prompt_index=group.prompt["index"],
             )
         )
     return samples

@@ -308,7 +308,7 @@ class AsyncRollouts:
                 return
 
     def _report_age(self, sample: RolloutSample) -> None:
-        self._source.take(sample.prompt_index)
+        self._source.take(sample.group_id)
         ages = [(self._version.value - version, n) for version, n in sample.token_versions]
         self.metrics_queue.put(
             {

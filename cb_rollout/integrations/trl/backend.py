@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerState
 
@@ -50,6 +50,8 @@ SUMMED = (
 )
 AVERAGED = ("rollout/log_kept_mass", "rollout/kept_tokens")
 
+Collected = tuple[list[GenerationOutput], dict[str, float]]
+"""Groups that a strategy sampled before the trainer asked for them, and their metrics."""
 
 AttachedGenerator = RolloutGenerator | PooledGenerator | SavedRollouts
 """The generators of attached trainers."""
@@ -118,13 +120,6 @@ def require_backend(trainer: Any, caller: str) -> "GenerationBackend":
 def trains_split_model(trainer: Any) -> bool:
     """Return whether the trainer's model is split over processes by tensor parallelism."""
     return tensor_parallel_group(unwrap(trainer.model)) is not None
-
-
-class Collected(NamedTuple):
-    """Groups that a strategy sampled before the trainer asked for them."""
-
-    outputs: list[GenerationOutput]
-    metrics: dict[str, float]
 
 
 @dataclass

@@ -261,7 +261,10 @@ class PackedLoss:
         if batch.advantages is not None and not is_whole:
             trained = _rows_with_gradient(run.rows, batch.advantages.tolist())
         try:
-            limit = None if is_whole else self._limit(batch)
+            limit = None if is_whole else self._max_tokens
+            if not is_whole and limit is None and batch.batch_size is not None:
+                # As many as in the trainer's own forward.
+                limit = batch.batch_size * batch.input_ids.shape[1]
             scores = run.scores(trained, limit, self._max_kept_tokens(run))
         except ConfigurationError as error:
             # Rows are longer than those compared, and than a window that attention is not told of.
@@ -271,12 +274,6 @@ class PackedLoss:
             return None
         self.tokens = run.tokens
         return run.unpacked(scores)
-
-    def _limit(self, batch: LossBatch) -> int | None:
-        if self._max_tokens is None and batch.batch_size is not None:
-            # As many as in the trainer's own forward.
-            return batch.batch_size * batch.input_ids.shape[1]
-        return self._max_tokens
 
     def _max_kept_tokens(self, run: PackedScores) -> int:
         """Return the tokens whose activations take a quarter of the free memory; 0: none is kept.

@@ -24,7 +24,6 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.ray.pool import PooledGenerator
 from cb_rollout.integrations.trl import images, upstream
 from cb_rollout.integrations.trl.backend import (
-    Collected,
     GenerationBackend,
     require_backend,
     trains_split_model,
@@ -151,7 +150,7 @@ class TrainerStrategy:
         metrics |= status_metrics(backend.generator.manager.status())
         outputs = [output for group in complete for output in group.outputs]
         examples = self._repeated([group.prompt["row"] for group in complete])
-        return score(examples, Collected(outputs, metrics))
+        return score(examples, (outputs, metrics))
 
     def _prompts(self) -> Iterator[Example]:
         while True:
@@ -180,12 +179,9 @@ def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
             "dynamic sampling cannot join rows with images and rows without; give every row of the "
             "data set an image, or use Plain()."
         )
-    names = [name for name, value in groups[0].items() if not _is_scalar(value)]
+    # Without scalars, which are counted anew.
+    names = [name for name, value in groups[0].items() if getattr(value, "ndim", 1)]
     return images.joined_images({name: _stacked(name, groups, pad_token_id) for name in names})
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _stacked(name: str, groups: Sequence[Batch], pad_token_id: int) -> Any:
