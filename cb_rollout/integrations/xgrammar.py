@@ -25,26 +25,17 @@ BITS = 32
 # In a row between a JSON text's tokens: enough to indent, and no model repeats it endlessly.
 MAX_WHITESPACE = 16
 
-# Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar.
-MAX_NESTING = 64
+# Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar. Most
+# objects and arrays of a schema: compilation takes seconds beyond.
+MAX_NESTING, MAX_SCHEMA_NODES = 64, 2048
 
-# Most objects and arrays of a schema: compilation takes seconds beyond.
-MAX_SCHEMA_NODES = 2048
+# Of one pattern of a schema: characters, and anchors, for each of which xgrammar prints it again.
+# Of all patterns together: characters, counted repetitions written out.
+MAX_PATTERN_CHARACTERS, MAX_ANCHORS, MAX_PATTERN_STATES = 4096, 16, 1 << 14
 
-# Of one pattern of a schema.
-MAX_PATTERN_CHARACTERS = 4096
-
-# Most characters of all patterns together, counted repetitions written out.
-MAX_PATTERN_STATES = 1 << 14
-
-# Most anchors of one pattern: xgrammar prints the pattern for each that is inside it.
-MAX_ANCHORS = 16
-
-# Each holds its tokenizer and its compiled grammars; making one takes a pass over the vocabulary.
-NUM_COMPILERS_KEPT = 2
-
-# Of the compiled grammars that a compiler keeps for their next use.
-MAX_KEPT_BYTES = 1 << 28
+# Each compiler holds its tokenizer, and is made in a pass over the vocabulary. The bytes are of the
+# compiled grammars that it keeps for their next use.
+NUM_COMPILERS_KEPT, MAX_KEPT_BYTES = 2, 1 << 28
 
 
 class XGrammar:

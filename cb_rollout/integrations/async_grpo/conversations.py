@@ -141,15 +141,10 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
             # The tools' results are too long: the conversation ends with the turns before.
             turns.append(upstream.TurnRecord(prompt_ids, []))
             return [], []
-        ended: asyncio.Future[GenerationOutput] = self._loop.create_future()
-
-        def end(output: GenerationOutput) -> None:
-            if not ended.done():
-                ended.set_result(output)
-
-        manager.submit([request], CallbackSink(request.request_id, end, self._loop))
+        ended: asyncio.Queue[GenerationOutput] = asyncio.Queue()
+        manager.submit([request], CallbackSink(request.request_id, ended.put_nowait, self._loop))
         try:
-            output = await ended
+            output = await ended.get()
         except asyncio.CancelledError:
             manager.cancel_requests([request.request_id])
             raise

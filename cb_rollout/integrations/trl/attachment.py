@@ -56,7 +56,6 @@ SCORED_METHODS = (
     *("_generate_single_turn", "_generate", "_generate_and_score_completions"),
     *("_calculate_rewards", "_get_per_token_logps_and_entropies", "compute_loss"),
 )
-VESPO_MODES = ("token_truncate", "token_mask")
 LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
 GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
 
@@ -206,10 +205,11 @@ def _require_settings(trainer: Any) -> None:
         )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
-    if getattr(trainer, "loss_type", None) == "vespo" and corrects and mode not in VESPO_MODES:
+    is_by_token = mode in ("token_truncate", "token_mask")
+    if getattr(trainer, "loss_type", None) == "vespo" and corrects and not is_by_token:
         raise ConfigurationError(
-            f"loss_type='vespo' needs vllm_importance_sampling_mode to be one of "
-            f"{', '.join(VESPO_MODES)}, not {mode!r}."
+            "loss_type='vespo' needs vllm_importance_sampling_mode to be one of token_truncate, "
+            f"token_mask, not {mode!r}."
         )
 
 
