@@ -9,7 +9,7 @@ import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,10 @@ FILE_NAME = "{step:08}-{number:06}-{rank:05}.parquet"
 _NAME = re.compile(r"(\d{8})-\d{6}-(\d{5})\.parquet")
 
 # Fields of a `GenerationOutput` that a row holds as they are.
-_PLAIN = ("request_id", "prompt_ids", "generated_tokens", "logprobs", "error", "temperature")
+_PLAIN = (
+    "request_id", "status", "finish_reason", "prompt_ids", "generated_tokens", "logprobs",
+    "kept_token_ids", "error", "temperature", "policy_versions",
+)  # fmt: skip
 
 
 def _schema() -> Any:
@@ -39,9 +42,8 @@ def _schema() -> Any:
     numbers = {"logprobs": pa.list_(pa.float64()), "reward": pa.float64()}
     replayed = {"kept_token_ids": pa.list_(integers), "routed_experts": pa.binary()}
     return pa.schema(
-        {"call": pa.int32(), "step": pa.int64()}
+        {"call": pa.int32(), "step": pa.int64(), "error": pa.string()}
         | texts | tokens | numbers | replayed
-        | {"routed_shape": integers, "routed_dtype": pa.string(), "error": pa.string()}
         | {"temperature": pa.float64(), "policy_versions": pa.list_(pa.list_(pa.int64()))}
     )  # fmt: skip
 
@@ -186,26 +188,22 @@ def _calls(paths: Iterable[Path]) -> Iterator[list[GenerationOutput]]:
 
 
 def _row(output: GenerationOutput, **more: Any) -> dict[str, Any]:
-    routes, kept = output.routed_experts, output.kept_token_ids
-    row = dict(zip(_PLAIN, attrgetter(*_PLAIN)(output), strict=True)) | more
-    row |= {"status": output.status, "finish_reason": output.finish_reason}
-    row["policy_versions"] = [list(run) for run in output.policy_versions]
-    row["kept_token_ids"] = kept and [list(ids) for ids in kept]
-    if routes is not None:
-        row |= {"routed_experts": routes.tobytes(), "routed_dtype": str(routes.dtype)}
-        row["routed_shape"] = list(routes.shape)
+    row = {name: getattr(output, name) for name in _PLAIN} | more
+    if output.routed_experts is not None:
+        content = io.BytesIO()
+        np.save(content, output.routed_experts)
+        row["routed_experts"] = content.getvalue()
     return row
 
 
 def _output(row: Mapping[str, Any]) -> GenerationOutput:
-    routes, kept, reason = row["routed_experts"], row["kept_token_ids"], row["finish_reason"]
-    if routes is not None:
-        routes = np.frombuffer(routes, row["routed_dtype"]).reshape(row["routed_shape"])
-    return GenerationOutput(
-        **{name: row[name] for name in _PLAIN},
-        status=RequestStatus(row["status"]),
-        finish_reason=None if reason is None else FinishReason(reason),
-        policy_versions=[(version, count) for version, count in row["policy_versions"]],
-        kept_token_ids=None if kept is None else [array("i", ids) for ids in kept],
-        routed_experts=routes,
-    )
+    output = GenerationOutput(**{name: row[name] for name in _PLAIN})
+    output.status = RequestStatus(row["status"])
+    if (reason := row["finish_reason"]) is not None:
+        output.finish_reason = FinishReason(reason)
+    output.policy_versions = [(version, count) for version, count in row["policy_versions"]]
+    if (kept := row["kept_token_ids"]) is not None:
+        output.kept_token_ids = [array("i", ids) for ids in kept]
+    if (routes := row["routed_experts"]) is not None:
+        output.routed_experts = np.load(io.BytesIO(routes))
+    return output
