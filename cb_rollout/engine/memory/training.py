@@ -186,10 +186,9 @@ def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @cache
 def _watch_optimizers() -> None:
+    def record_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for training in list(_WATCHERS):
+            training.record_step(optimizer)
+
     # Never removed: torch iterates over its hooks while it calls them.
-    register_optimizer_step_post_hook(_record_step)
-
-
-def _record_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for training in list(_WATCHERS):
-        training.record_step(optimizer)
+    register_optimizer_step_post_hook(record_step)

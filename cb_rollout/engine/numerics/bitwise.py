@@ -51,6 +51,7 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` for a model that cannot give the same bits in every batch."""
     device = next(model.parameters()).device
     reason, sites = None, torch_compat.dropout_sites(model)
+    ropes = (name for _, types in rotary_modules(model) for name in types.values())
     if device.type != "cpu":
         reason = f"the model is on {device.type}, which has no ordered kernels; it runs on a CPU"
     elif obstacle := inductor.compiler_obstacle():
@@ -61,7 +62,7 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
         reason = "products of quantised weights have kernels of their own; load it unquantised"
     elif (getattr(model, "tp_size", None) or 1) > 1:
         reason = f"the model is split over {model.tp_size} tensor-parallel processes; load it whole"
-    elif rope := _batched_rope(model):
+    elif rope := next((name for name in ropes if name in _ROPE_OF_A_BATCH), None):
         reason = (
             f"rope_type={rope!r} takes its frequencies from the longest row of a batch; leave "
             "numerics at 'fast'"
@@ -70,11 +71,6 @@ def refuse_what_is_not_bitwise(model: PreTrainedModel) -> None:
         reason = f"{dropping[0]} drops activations at random in training; set it to 0"
     if reason:
         raise ConfigurationError(f"numerics='bitwise': {reason}.")
-
-
-def _batched_rope(model: PreTrainedModel) -> str | None:
-    names = (name for _, types in rotary_modules(model) for name in types.values())
-    return next((name for name in names if name in _ROPE_OF_A_BATCH), None)
 
 
 @contextmanager
