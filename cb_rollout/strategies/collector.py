@@ -101,7 +101,8 @@ class GroupCollector:
             raise
         groups, self._kept = self._kept[:num_groups], self._kept[num_groups:]
         for group in groups:
-            self.stats.keep(group.outputs)
+            self.stats.groups_kept += 1
+            self.stats.end("kept", group.outputs)
         self._last_metrics = self._step_metrics(groups, before, time.perf_counter() - started)
         return sorted(groups, key=lambda group: group.number)
 
@@ -114,7 +115,7 @@ class GroupCollector:
             self._sampler.wake()
         self._in_flight.cancel(list(self._in_flight))
         for group in self._kept:
-            self.stats.drop(group.outputs)
+            self.stats.end("dropped", group.outputs)
         self._kept = []
         self._returned_prompts.clear()
 
@@ -134,7 +135,7 @@ class GroupCollector:
             else:
                 num_dropped += 1
                 self.stats.groups_dropped += 1
-                self.stats.drop(group.outputs)
+                self.stats.end("dropped", group.outputs)
 
     def _submit_up_to(self, num_groups: int) -> None:
         """Submit groups until `num_groups` are in flight, or no prompts are left."""
@@ -156,11 +157,11 @@ class GroupCollector:
                 pending.group.outputs.append(output)
             elif output.status is RequestStatus.CANCELLED and self.strategy.carries:
                 # The weights changed under a carried group with in_flight="abort".
-                self.stats.cancel([output])
+                self.stats.end("cancelled", [output])
                 self._restart([pending])
                 return None
             else:
-                self.stats.fail(output)
+                self.stats.end("failed", [output])
                 self._replace_failed(pending, output)
             if len(pending.group.outputs) == self._num_generations or not pending.pending:
                 return self._in_flight.complete(pending)
@@ -189,17 +190,17 @@ class GroupCollector:
         try:
             rewards, cause = self._rewards(group.prompt, outputs)
         except BaseException:
-            self.stats.drop(outputs)
+            self.stats.end("dropped", outputs)
             raise
         least = self.strategy.min_group_size or self._num_generations
         if len(rewards) >= least:
-            self.stats.drop([o for o in outputs if o.request_id not in rewards])
+            self.stats.end("dropped", [o for o in outputs if o.request_id not in rewards])
             group.outputs = [o for o in outputs if o.request_id in rewards]
             group.rewards = [rewards[o.request_id] for o in group.outputs]
             return True
         if may_drop:
             return False
-        self.stats.drop(outputs)
+        self.stats.end("dropped", outputs)
         raised = f"; the reward last raised {error_text(cause)}" if cause else ""
         raise RolloutError(
             f"{len(rewards)} of {self._num_generations} completions of group {group.number} could "
@@ -243,7 +244,7 @@ class GroupCollector:
         self._kept = [group for group in self._kept if group not in stale]
         for group in stale:
             self.stats.groups_cancelled += 1
-            self.stats.cancel(group.outputs)
+            self.stats.end("cancelled", group.outputs)
         self._returned_prompts.extendleft(group.prompt for group in reversed(stale))
 
     def _restart(self, groups: list[PendingGroup]) -> None:

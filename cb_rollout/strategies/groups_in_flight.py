@@ -7,12 +7,15 @@ Decides nothing. Called from one thread.
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from cb_rollout.errors import EngineDeadError, InvalidRequestError
 from cb_rollout.strategies.base import Group
 from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput
+
+End = Literal["kept", "dropped", "cancelled", "failed"]
+"""The ways in which a completion ends; each is a count of `CompletionStats`."""
 
 
 @dataclass(slots=True)
@@ -35,27 +38,14 @@ class CompletionStats:
     retries: int = 0
     """Completions generated again, and calls of the reward after the first for a group."""
 
-    def keep(self, outputs: Sequence[GenerationOutput]) -> None:
-        self.groups_kept += 1
-        self.kept += len(outputs)
-        self.tokens_kept += sum(len(output.generated_tokens) for output in outputs)
-
-    def drop(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Count finished completions that will not be returned."""
-        self.dropped += len(outputs)
-        self._discard(outputs)
-
-    def cancel(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Count completions, finished or not, that are no longer wanted."""
-        self.cancelled += len(outputs)
-        self._discard(outputs)
-
-    def fail(self, output: GenerationOutput) -> None:
-        self.failed += 1
-        self._discard([output])
-
-    def _discard(self, outputs: Sequence[GenerationOutput]) -> None:
-        self.tokens_discarded += sum(len(output.generated_tokens) for output in outputs)
+    def end(self, how: End, outputs: Sequence[GenerationOutput]) -> None:
+        """Count completions that end in this way, and their tokens."""
+        setattr(self, how, getattr(self, how) + len(outputs))
+        num_tokens = sum(len(output.generated_tokens) for output in outputs)
+        if how == "kept":
+            self.tokens_kept += num_tokens
+        else:
+            self.tokens_discarded += num_tokens
 
     def since(self, earlier: "CompletionStats") -> "CompletionStats":
         """Return the counts added after `earlier`."""
@@ -132,7 +122,7 @@ class GroupsInFlight:
         self._stats.groups_cancelled += len(groups)
         for pending in groups:
             del self._groups[pending.group.number]
-            self._stats.cancel(pending.group.outputs)
+            self._stats.end("cancelled", pending.group.outputs)
         self._cancel_sequences([request_id for pending in groups for request_id in pending.pending])
 
     def num_sequences(self) -> int:
@@ -149,7 +139,7 @@ class GroupsInFlight:
                 output = self._next()
                 if output.request_id in waiting:
                     waiting.remove(output.request_id)
-                    self._stats.cancel([output])
+                    self._stats.end("cancelled", [output])
                 else:
                     others.append(output)
         except EngineDeadError:
