@@ -82,7 +82,10 @@ def first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
 def num_partial_match(text: str, strings: Sequence[str]) -> int:
     """Return the length of the text's longest end with which a string begins, and goes on."""
     most = min(len(text), max(map(len, strings), default=1) - 1)
-    ends = (text[-num:] for num in range(most, 0, -1))
+    # Most places begin none of them: a long end is looked at only where one may begin.
+    firsts = {string[0] for string in strings}
+    starts = (at for at in range(len(text) - most, len(text)) if text[at] in firsts)
+    ends = (text[at:] for at in starts)
     return next(
         (len(end) for end in ends if any(s.startswith(end) and s != end for s in strings)), 0
     )
