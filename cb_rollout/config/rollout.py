@@ -229,7 +229,7 @@ class RolloutConfig:
     )
     concurrent_tools: bool = setting(
         True,
-        "Call the tools of all conversations of a turn at the same time, each conversation in a "
+        "Call the tools of all conversations of a turn at the same time, each call in a "
         "thread of its own; off: one after the other, on the trainer's thread.",
     )
     tool_timeout_seconds: float | None = setting(

@@ -89,7 +89,7 @@ class ConcurrentTools:
         sync_tools, async_tools = trainer._sync_tool_dicts, trainer._async_tool_dicts
         self._tools: list[tuple[Tools, Tools]] = list(zip(sync_tools, async_tools, strict=True))
         self._answered: dict[int, dict[str, Any]] = {}
-        self._answers: dict[int, tuple[deque[Any], deque[Any]]] = {}
+        self._answers: dict[int, tuple[deque[Future[Any]], deque[Future[Any]]]] = {}
         """Results and exceptions of a conversation's functions and coroutine functions."""
         self._hung: dict[int, ToolTimeoutError] = {}
         """By conversations of which no tool is called any more: a thread may be inside."""
@@ -105,18 +105,18 @@ class ConcurrentTools:
                 abandon([environments[index] for index in self._hung], trainer._environment_pool)
 
     def _result(self, index: int, **_: Any) -> Any:
-        return _returned(self._next_answer(index, is_async=False))
+        return self._next_answer(index, is_async=False).result()
 
     def _awaitable(self, index: int, **_: Any) -> Any:
         # Taken here and not in the coroutine, so that results keep the order of the calls.
         answer = self._next_answer(index, is_async=True)
 
         async def awaited() -> Any:
-            return _returned(answer)
+            return answer.result()
 
         return awaited()
 
-    def _next_answer(self, index: int, *, is_async: bool) -> Any:
+    def _next_answer(self, index: int, *, is_async: bool) -> Future[Any]:
         """Take an answer of a conversation; the first of a turn makes the calls of all."""
         if self._answered.get(index) is not self._completions[index][-1]:
             DaemonThreads().submit(asyncio.run, self._call_all()).result()
@@ -136,27 +136,22 @@ class ConcurrentTools:
     async def _call_turn(self, index: int, calls: list[Any]) -> None:
         """Call functions one after the other, then coroutine functions together."""
 
-        async def answer(loop: asyncio.AbstractEventLoop | None, *call: Any) -> Any:
-            if index in self._hung:
-                return self._hung[index]
+        async def answer(loop: asyncio.AbstractEventLoop | None, *call: Any) -> Future[Any]:
+            answered, limit = Future[Any](), self._timeout_seconds
             try:
-                limit = self._timeout_seconds
-                return await call_tool(*call, timeout_seconds=limit, loop=loop)
+                if index in self._hung:
+                    raise self._hung[index]
+                answered.set_result(await call_tool(*call, timeout_seconds=limit, loop=loop))
             except Exception as error:  # noqa: BLE001  the trainer's thread raises it
                 if loop is None and isinstance(error, ToolTimeoutError):
                     self._hung[index] = error
-                return error
+                answered.set_exception(error)
+            return answered
 
         sync_calls, async_calls = (_valid(calls, tools) for tools in self._tools[index])
         answers = [await answer(None, *call) for call in sync_calls]
         together = (answer(self._trainer.async_loop, *call) for call in async_calls)
         self._answers[index] = deque(answers), deque(await asyncio.gather(*together))
-
-
-def _returned(answer: Any) -> Any:
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 def _valid(calls: list[Any], tools: Tools) -> list[tuple[Any, ...]]:
