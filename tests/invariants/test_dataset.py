@@ -95,7 +95,7 @@ def started(manager):
 
 
 def token_ids(row):
-    return TOKENIZER(row.prompt)["input_ids"]
+    return TOKENIZER(row.values["prompt"])["input_ids"]
 
 
 def keys(results):

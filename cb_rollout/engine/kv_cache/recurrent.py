@@ -41,15 +41,21 @@ class RecurrentLayer(LinearAttentionLayer):
         if table_rows_B is None:
             return
         for name, all_states in self.states.items():
-            gathered = dict[int, torch.Tensor | None].fromkeys(range(len(all_states)))
-            setattr(self, name, gathered)
+            setattr(self, name, self._gathered(all_states, table_rows_B))
             for index, states in enumerate(all_states):
                 if states is not None:
-                    gathered[index] = states.index_select(0, table_rows_B)
                     getattr(self, f"is_{name}_initialized")[index] = True
                     if name == "conv_states":
                         self.conv_kernel_size[index] = states.shape[-1]
                 self.has_previous_state[index] = True
+
+    def _gathered(
+        self, all_states: Sequence[Any], table_rows_B: torch.Tensor
+    ) -> dict[int, torch.Tensor | None]:
+        return {
+            index: None if states is None else states.index_select(0, table_rows_B)
+            for index, states in enumerate(all_states)
+        }
 
     def save(self, table_rows_B: torch.Tensor) -> None:
         for name, all_states in self.states.items():
