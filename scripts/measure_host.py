@@ -57,7 +57,7 @@ def decoding_loop(num_rows: int, num_layers: int, prompt_tokens: int, group: int
     model = AutoModelForCausalLM.from_config(config)
     settings = RolloutConfig(max_requests_per_batch=num_rows, seed=0)
     engine = Engine(model, settings)
-    loop = EngineLoop(engine, max_queue_size=0, return_logprobs=True)
+    loop = EngineLoop(engine)
     params = SamplingParams(ignore_eos=True, max_new_tokens=10_000)
     requests = [
         Request(
@@ -77,7 +77,7 @@ def decoding_loop(num_rows: int, num_layers: int, prompt_tokens: int, group: int
         loop.step()
     graphs = empty_graphs(engine, num_rows)
     engine._graphs = graphs
-    engine._executor.reset(graphs, None)
+    engine._executor.reset(graphs)
     return loop
 
 

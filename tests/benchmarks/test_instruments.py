@@ -11,6 +11,7 @@ from fast_path import pretend_cuda
 from torch.nn.attention.varlen import varlen_attn
 
 import gpu_bench
+import measure_host
 from benchmarks import attention, grpo, sizes, step
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.workload import TINY
@@ -279,3 +280,15 @@ def test_a_step_must_read_weights_and_keys():
     weights = sum(parameter.nbytes for parameter in model.parameters())
     own, shared = 8 * (16 + 80) / 2, 256
     assert gpu_bench.bytes_per_step(model, 8, 10) == weights + (own + shared) * 10
+
+
+def test_the_processor_time_of_a_step_is_split_over_its_parts(monkeypatch, capsys):
+    tiny = {"rows": 4, "group": 2, "prompt": 20, "layers": 1, "steps": 3}
+    options = [text for name, value in tiny.items() for text in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["measure_host.py", *options])
+    measure_host.main()
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first == "4 rows, 1 layers, 3 steps, ms a step"
+    assert rows[0].startswith("whole step")
+    assert float(rows[0].split()[-1]) > 0
+    assert len(rows) == len(measure_host.PARTS) + 2
