@@ -195,7 +195,7 @@ FAULTS = {
     ),
     "every draw has the same number": ("whole * _uniform(lines, line_stride, row)", "whole * 0.5"),
     "a token is sampled that never is": ("ids == tl.load(never + place)", "ids < 0"),
-    "a log-probability is not normalised": ("logprob -= _normalizer", "logprob -= 0 * _normalizer"),
+    "a log-probability is not normalised": ("logprob -= tl.log(", "logprob -= 0 * tl.log("),
     "the next draw has the same number": ("row, index + 1)", "row, index)"),
 }
 
