@@ -110,11 +110,11 @@ def _forwards_shares(
     counted = _count_products(contender, model, workload)
     flops, needed = num_flops(model, counted), needed_flops(model, workload)
     # Fewer operations than needed mean that some forwards could not be counted.
-    if flops < needed:
+    if (times_needed := flops / needed) < 1:
         return {}
     speed = figures["median"] / workload.num_tokens
     return {
-        "forwards_matmul_share": figures["matmul_share"] * flops / needed,
+        "forwards_matmul_share": figures["matmul_share"] * times_needed,
         "forwards_products_share": products_seconds(model, counted) * speed,
     }
 

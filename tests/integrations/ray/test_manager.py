@@ -5,6 +5,7 @@ import threading
 from functools import partial
 
 import pytest
+from waiting import wait_until
 
 from cb_rollout import EngineDeadError, RequestStatus, SamplingParams, WeightSyncError
 from cb_rollout.config.enums import InFlight
@@ -150,15 +151,6 @@ def sample(manager, count=6):
 def update(manager):
     with manager.updating() as last:
         manager.update(WeightUpdate(last.version + 1), InFlight.RECOMPUTE)
-
-
-def wait_until(is_true):
-    done = threading.Event()
-    for _ in range(int(WAIT / 0.01)):
-        if is_true():
-            return
-        done.wait(0.01)
-    raise AssertionError("it never became true")
 
 
 def test_every_worker_samples_and_close_ends_all(manage):

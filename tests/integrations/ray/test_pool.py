@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import char_tokenizer, plain_logprobs, tiny_model
+from waiting import wait_until
 
 from cb_rollout import (
     EngineDeadError,
@@ -60,15 +61,6 @@ def pool(checkpoint):
     ) as made:
         wait_until(lambda: made.num_alive == 2)
         yield made
-
-
-def wait_until(is_true, seconds=WAIT):
-    pause = threading.Event()
-    for _ in range(int(seconds / 0.05)):
-        if is_true():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it never became true")
 
 
 def handles(pool):
