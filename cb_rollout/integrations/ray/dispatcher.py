@@ -5,7 +5,7 @@ no lock; its caller does.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -26,38 +26,36 @@ class PooledSequence:
     """Prompt, seed and settings, as an engine of the caller would have made them."""
     sink: OutputSink
     """Receives its one output."""
-    item: WorkItem
-    """The present attempt."""
     worker: int | None = None
     """Worker that samples it; None: it waits."""
+    item_id: str = ""
+    """Id of the present attempt."""
     num_attempts: int = 0
     num_deaths: int = 0
     is_cancelled: bool = False
     """True: its worker was told to end it, and will deliver the tokens so far."""
 
     def next_item(self) -> WorkItem:
+        request = self.request
         self.num_attempts += 1
-        item_id = f"{self.request.request_id}/{self.num_attempts}"
-        self.item = replace(self.item, item_id=item_id)
-        return self.item
+        self.item_id = f"{request.request_id}/{self.num_attempts}"
+        return WorkItem(
+            item_id=self.item_id,
+            prompt_ids=request.prompt_ids,
+            params=replace(request.params, max_new_tokens=request.max_new_tokens),
+            seed=request.seed,
+            group=request.group,
+            records_timestamps=request.records_timestamps,
+            images=request.images,
+        )
 
     def output(self, error: str | None) -> GenerationOutput:
         """Return an output without tokens, failed with an error; None: cancelled."""
-        return replace(
-            self.request.output(),
-            status=RequestStatus.CANCELLED if error is None else RequestStatus.FAILED,
-            finish_reason=FinishReason.CANCELLED if error is None else FinishReason.ERROR,
-            error=error,
-        )
-
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """A worker that may take sequences."""
-
-    number: int
-    capacity: int
-    """Sequences that it should hold."""
+        if error is None:
+            self.request.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
+        else:
+            self.request.fail(error)
+        return self.request.output()
 
 
 class Dispatcher:
@@ -82,40 +80,34 @@ class Dispatcher:
         for request in requests:
             assert request.request_id not in self._sequences, "one id twice"
             arrival.setdefault(request.group, len(arrival))
-            item = WorkItem(
-                item_id="",
-                prompt_ids=request.prompt_ids,
-                params=replace(request.params, max_new_tokens=request.max_new_tokens),
-                seed=request.seed,
-                group=request.group,
-                records_timestamps=request.records_timestamps,
-                images=request.images,
-            )
-            added.append(PooledSequence(request, sink, item))
+            added.append(PooledSequence(request, sink))
         self._sequences |= {sequence.request.request_id: sequence for sequence in added}
         self._waiting.extend(sorted(added, key=lambda sequence: arrival[sequence.request.group]))
 
-    def assign(self, candidates: Sequence[Candidate]) -> dict[int, list[WorkItem]]:
+    def assign(self, capacities: Mapping[int, int]) -> dict[int, list[WorkItem]]:
         """Give waiting sequences to the least loaded workers, first come first served.
 
-        A group of at most half a worker's capacity goes to one worker.
-
-        Returns:
-            The items of each worker that gets some.
+        `capacities` are the sequences that each worker should hold. A group of at most half of them
+        goes to one worker. Returns the items of each worker that gets some.
         """
         assigned: dict[int, list[WorkItem]] = {}
         while self._waiting:
             group = list(next(groupby(self._waiting, lambda sequence: sequence.request.group))[1])
-            roomy = [worker for worker in candidates if self._has_room(worker, len(group))]
+            rooms = {worker: size - self.load(worker) for worker, size in capacities.items()}
+            roomy = [
+                worker
+                for worker, size in capacities.items()
+                if rooms[worker] >= min(len(group), max(1, size // 2))
+            ]
             if not roomy:
                 break
-            chosen = min(roomy, key=lambda worker: (self.load(worker.number), worker.number))
-            for sequence in group[: chosen.capacity - self.load(chosen.number)]:
+            chosen = min(roomy, key=lambda worker: (self.load(worker), worker))
+            for sequence in group[: rooms[chosen]]:
                 self._waiting.popleft()
-                sequence.worker = chosen.number
-                assigned.setdefault(chosen.number, []).append(sequence.next_item())
-                self._items[sequence.item.item_id] = sequence
-                self._loads[chosen.number] = self.load(chosen.number) + 1
+                sequence.worker = chosen
+                assigned.setdefault(chosen, []).append(sequence.next_item())
+                self._items[sequence.item_id] = sequence
+                self._loads[chosen] = self.load(chosen) + 1
         return assigned
 
     def deliver(self, worker: int, outputs: Iterable[GenerationOutput]) -> None:
@@ -137,14 +129,8 @@ class Dispatcher:
     def withdraw(self, worker: int, *, is_dead: bool, reason: str = "") -> int:
         """Take a worker's sequences from it; they begin again elsewhere, before those that wait.
 
-        Args:
-            worker: its number.
-            is_dead: count the attempt against each of the sequences, and fail those that no worker
-                survives, with the reason.
-            reason: the end of the worker.
-
-        Returns:
-            The number of its sequences.
+        `is_dead` counts the attempt against each of them, and fails those that no worker survives,
+        with the `reason` for the worker's end. Returns the number of its sequences.
         """
         taken = [sequence for sequence in self._items.values() if sequence.worker == worker]
         again = []
@@ -180,26 +166,22 @@ class Dispatcher:
                 self._end(sequence, sequence.output(None))
             else:
                 sequence.is_cancelled = True
-                items.setdefault(sequence.worker, []).append(sequence.item.item_id)
+                items.setdefault(sequence.worker, []).append(sequence.item_id)
         return items
 
     def cancel_waiting(self) -> None:
         self.cancel([sequence.request.request_id for sequence in self._waiting])
 
-    def abandon(self) -> Mapping[int, OutputSink]:
-        """Forget every sequence; return the sinks that get no output, by identity."""
+    def abandon(self) -> Iterable[OutputSink]:
+        """Forget every sequence; return the sinks that get no output."""
         sinks = {id(sequence.sink): sequence.sink for sequence in self._sequences.values()}
         for collection in (self._waiting, self._sequences, self._items, self._loads):
             collection.clear()
-        return sinks
-
-    def _has_room(self, worker: Candidate, num_sequences: int) -> bool:
-        num_fitting = worker.capacity - self.load(worker.number)
-        return num_fitting >= min(num_sequences, max(1, worker.capacity // 2))
+        return sinks.values()
 
     def _release(self, sequence: PooledSequence) -> None:
         if sequence.worker is not None:
-            del self._items[sequence.item.item_id]
+            del self._items[sequence.item_id]
             self._loads[sequence.worker] -= 1
             sequence.worker = None
 

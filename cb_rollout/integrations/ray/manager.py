@@ -24,7 +24,7 @@ from cb_rollout.engine.service.input_processor import InputProcessor, ServingLim
 from cb_rollout.engine.service.output_queue import OutputSink
 from cb_rollout.errors import EngineDeadError, RolloutError, WeightSyncError, error_text
 from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster, WorkerHandle
-from cb_rollout.integrations.ray.dispatcher import Candidate, Dispatcher
+from cb_rollout.integrations.ray.dispatcher import Dispatcher
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
 from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
@@ -46,7 +46,8 @@ CLOSE_SECONDS = 30.0
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Worker(Candidate):
+class _Worker:
+    number: int
     handle: WorkerHandle
     version: int = 0
     """Policy version of its weights."""
@@ -292,8 +293,7 @@ class PoolManager:
             self._take_report(worker, answer[0])
 
     def _begin(self, worker: _Worker, description: WorkerDescription) -> None:
-        worker.capacity, worker.description = description.capacity, description
-        worker.progressed_at = time.monotonic()
+        worker.description, worker.progressed_at = description, time.monotonic()
         self._num_failed_starts, self._last_failure = 0, None
         if not self._first.done():
             self._first.set_result(description)
@@ -384,7 +384,7 @@ class PoolManager:
                 return
             number, self._num_started = self._num_started, self._num_started + 1
             handle, references = self._cluster.start_worker(*self._arguments)
-            worker = self._workers[number] = _Worker(number, 0, handle=handle)
+            worker = self._workers[number] = _Worker(number=number, handle=handle)
             worker.task = self._spawn(self._serve(worker, references))
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
@@ -415,9 +415,13 @@ class PoolManager:
             self._dispatch()
 
     def _dispatch(self) -> None:
-        usable = self._usable()
-        idle = {worker.number for worker in usable if not self._dispatcher.load(worker.number)}
-        for number, items in self._dispatcher.assign(usable).items():
+        capacities = {
+            number: worker.description.capacity
+            for number, worker in self._workers.items()
+            if worker.description is not None
+        }
+        idle = [number for number in capacities if not self._dispatcher.load(number)]
+        for number, items in self._dispatcher.assign(capacities).items():
             worker = self._workers[number]
             if number in idle:
                 worker.progressed_at = time.monotonic()
@@ -440,7 +444,7 @@ class PoolManager:
         with self._lock:
             self._fatal_error = self._fatal_error or error
             dead = error if isinstance(error, EngineDeadError) else _dead(error)
-            for sink in self._dispatcher.abandon().values():
+            for sink in self._dispatcher.abandon():
                 sink.close(dead)
             if not self._first.done():
                 self._first.set_exception(dead)

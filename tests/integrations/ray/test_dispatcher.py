@@ -6,11 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cb_rollout import FinishReason, GenerationOutput, RequestStatus, SamplingParams
 from cb_rollout.engine.request import Request
-from cb_rollout.integrations.ray.dispatcher import (
-    MAX_DEATHS,
-    Candidate,
-    Dispatcher,
-)
+from cb_rollout.integrations.ray.dispatcher import MAX_DEATHS, Dispatcher
 
 
 class Sink:
@@ -51,7 +47,7 @@ def finished(item):
 def test_sequences_go_to_the_least_loaded_worker_and_groups_stay_together():
     dispatcher, sink = Dispatcher(), Sink()
     dispatcher.add([request(i, group=i // 4) for i in range(16)], sink)
-    assigned = dispatcher.assign([Candidate(0, 8), Candidate(1, 8)])
+    assigned = dispatcher.assign({0: 8, 1: 8})
     groups = {worker: [item.group for item in items] for worker, items in assigned.items()}
     assert groups == {0: [0] * 4 + [2] * 4, 1: [1] * 4 + [3] * 4}
 
@@ -59,7 +55,7 @@ def test_sequences_go_to_the_least_loaded_worker_and_groups_stay_together():
 def test_what_no_worker_has_room_for_waits_and_goes_to_the_first_that_has():
     dispatcher, sink = Dispatcher(), Sink()
     dispatcher.add([request(i) for i in range(5)], sink)
-    workers = [Candidate(0, 2), Candidate(1, 2)]
+    workers = {0: 2, 1: 2}
     items = dispatcher.assign(workers)
     assert (len(dispatcher._waiting), dispatcher.assign(workers)) == (1, {})
     dispatcher.deliver(1, [finished(items[1][0])])
@@ -69,7 +65,7 @@ def test_what_no_worker_has_room_for_waits_and_goes_to_the_first_that_has():
 def test_a_group_that_is_larger_than_a_worker_is_split():
     dispatcher, sink = Dispatcher(), Sink()
     dispatcher.add([request(i, group=0) for i in range(10)], sink)
-    assigned = dispatcher.assign([Candidate(0, 4), Candidate(1, 4)])
+    assigned = dispatcher.assign({0: 4, 1: 4})
     assert {worker: len(items) for worker, items in assigned.items()} == {0: 4, 1: 4}
     assert len(dispatcher._waiting) == 2
 
@@ -77,9 +73,9 @@ def test_a_group_that_is_larger_than_a_worker_is_split():
 def test_sequences_of_a_dead_worker_begin_again_elsewhere_before_those_that_wait():
     dispatcher, sink = Dispatcher(), Sink()
     dispatcher.add([request(0), request(1), request(2)], sink)
-    (first, second) = dispatcher.assign([Candidate(0, 2)])[0]
+    (first, second) = dispatcher.assign({0: 2})[0]
     dispatcher.withdraw(0, is_dead=True, reason="killed")
-    again = dispatcher.assign([Candidate(1, 9)])[1]
+    again = dispatcher.assign({1: 9})[1]
     assert [item.item_id for item in again] == ["req_0/2", "req_1/2", "req_2/1"]
     assert [item.seed for item in again] == [100, 101, 102]
     # The dead worker's last words come too late.
@@ -92,9 +88,9 @@ def test_sequences_of_a_dead_worker_begin_again_elsewhere_before_those_that_wait
 def test_an_earlier_attempt_on_the_same_worker_is_not_delivered():
     dispatcher, sink = Dispatcher(), Sink()
     dispatcher.add([request(0)], sink)
-    (first,) = dispatcher.assign([Candidate(0, 1)])[0]
+    (first,) = dispatcher.assign({0: 1})[0]
     dispatcher.withdraw(0, is_dead=False)
-    (second,) = dispatcher.assign([Candidate(0, 1)])[0]
+    (second,) = dispatcher.assign({0: 1})[0]
     dispatcher.deliver(0, [finished(first)])
     assert sink.outputs == []
     dispatcher.deliver(0, [finished(second)])
@@ -106,7 +102,7 @@ def test_a_sequence_that_no_worker_survives_fails():
     dispatcher.add([request(0)], sink)
     for worker in range(MAX_DEATHS + 1):
         assert sink.outputs == []
-        assert len(dispatcher.assign([Candidate(worker, 1)])[worker]) == 1
+        assert len(dispatcher.assign({worker: 1})[worker]) == 1
         dispatcher.withdraw(worker, is_dead=worker > 0, reason="no memory")
     (output,) = sink.outputs
     assert output.status is RequestStatus.FAILED
@@ -117,7 +113,7 @@ def test_a_sequence_that_no_worker_survives_fails():
 def test_a_cancelled_sequence_delivers_what_its_worker_has():
     dispatcher, sink = Dispatcher(), Sink()
     dispatcher.add([request(0), request(1), request(2)], sink)
-    first, second = dispatcher.assign([Candidate(0, 2)])[0]
+    first, second = dispatcher.assign({0: 2})[0]
     items = {0: [first.item_id, second.item_id]}
     assert dispatcher.cancel(["req_0", "req_1", "req_2", "unknown"]) == items
     assert [output.request_id for output in sink.outputs] == ["req_2"]
@@ -153,8 +149,7 @@ class DispatchedSequences(RuleBasedStateMachine):
 
     @rule()
     def assign(self):
-        candidates = [Candidate(number, 4) for number in self.items]
-        for number, items in self.dispatcher.assign(candidates).items():
+        for number, items in self.dispatcher.assign(dict.fromkeys(self.items, 4)).items():
             self.items[number] += items
 
     @precondition(lambda self: any(self.items.values()))
