@@ -6,6 +6,7 @@ imports ray. Called from any thread.
 
 import asyncio
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,17 +14,13 @@ from typing import Any
 
 import numpy as np
 import psutil
-from torch.distributed import TCPStore
+import torch
+from torch import distributed
 
 from cb_rollout.config.enums import InFlight
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
-from cb_rollout.integrations.ray.worker import (
-    PoolWorker,
-    WorkerDescription,
-    WorkerShard,
-    WorkItem,
-)
+from cb_rollout.integrations.ray.worker import PoolWorker, WorkerDescription, WorkItem
 
 # Methods of a worker that run at the same time: a report, a submission, an update, a cancellation.
 MAX_CONCURRENCY = 6
@@ -62,17 +59,23 @@ class RolloutWorker:
     def listen(self) -> tuple[str, int]:
         """Open the store by which the processes of a worker find each other; return its address."""
         host = _ray().util.get_node_ip_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
     def start(
         self, arguments: tuple[Any, ...], rank: int, size: int, address: tuple[str, int] | None
     ) -> tuple[WorkerDescription, str]:
         """Make the worker; return its description and its node's id."""
-        shard = None
         if address is not None:
-            shard = WorkerShard(rank, size, TCPStore(*address) if rank else self._store)
-        self._worker = PoolWorker(*arguments, shard=shard)
+            # transformers puts a shard on the GPU of this number; Ray shows a process its own only.
+            os.environ["LOCAL_RANK"] = "0"
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                store=distributed.TCPStore(*address) if rank else self._store,
+                rank=rank,
+                world_size=size,
+            )
+        self._worker = PoolWorker(*arguments)
         return self._worker.description(), _ray().get_runtime_context().get_node_id()
 
     def call(self, method: str, *arguments: Any) -> Any:

@@ -26,8 +26,9 @@ from cb_rollout.errors import EngineDeadError, RolloutError, WeightSyncError, er
 from cb_rollout.integrations.ray.cluster import PICKLABLE, Cluster, WorkerHandle
 from cb_rollout.integrations.ray.dispatcher import Dispatcher
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
-from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
+from cb_rollout.integrations.ray.worker import WorkerDescription
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus
+from cb_rollout.types import GenerationOutput
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -290,7 +291,7 @@ class PoolManager:
             seconds = BUSY_REPORT_SECONDS if is_busy else IDLE_REPORT_SECONDS
             references = self._cluster.call(worker.handle, "report", seconds)
             answer = await self._answer(worker, references, "report", seconds + self._timeout)
-            self._take_report(worker, answer[0])
+            self._take_report(worker, *answer[0])
 
     def _begin(self, worker: _Worker, description: WorkerDescription) -> None:
         worker.description, worker.progressed_at = description, time.monotonic()
@@ -355,13 +356,15 @@ class PoolManager:
         except RolloutError as error:
             self._fail_items(worker, item_ids, error)
 
-    def _take_report(self, worker: _Worker, report: WorkerReport) -> None:
+    def _take_report(
+        self, worker: _Worker, outputs: Sequence[GenerationOutput], counters: EngineCounters
+    ) -> None:
         with self._lock:
             # Before the outputs are delivered: who waits for the last of them reads these.
-            before, worker.counters = worker.counters, report.counters
-            self._dispatcher.deliver(worker.number, report.outputs)
+            before, worker.counters = worker.counters, counters
+            self._dispatcher.deliver(worker.number, outputs)
             now, is_idle = time.monotonic(), not self._dispatcher.load(worker.number)
-            has_computed = report.counters.num_forwards != before.num_forwards
+            has_computed = counters.num_forwards != before.num_forwards
             if has_computed or is_idle:
                 worker.progressed_at = now
             elif now - worker.progressed_at > self._timeout:

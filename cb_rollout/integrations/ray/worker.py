@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import distributed
 
 from cb_rollout.compat.torch import release_workers
@@ -68,17 +67,6 @@ class WorkItem:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """State of a worker's sequences."""
-
-    outputs: list[GenerationOutput]
-    """Sequences that ended since the last report; `request_id` is the item's id, and times are
-    seconds since the item arrived."""
-    counters: EngineCounters
-    """Totals since the worker started; the peak is left out."""
-
-
-@dataclass(frozen=True, slots=True)
 class WorkerDescription:
     """Limits of a worker's engine, and the tensors that updates bring."""
 
@@ -94,25 +82,6 @@ class WorkerDescription:
     routers: Routers | None
     """Those whose choices are recorded; None: `router_replay` is off."""
     process_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerShard:
-    """One of the processes over which the layers of a worker's model are split."""
-
-    rank: int
-    size: int
-    store: distributed.Store
-    """Store by which these processes find each other."""
-
-    def join(self) -> None:
-        """Form the process group; collective."""
-        # transformers puts a shard on the GPU of this number; Ray shows a process its own only.
-        os.environ["LOCAL_RANK"] = "0"
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        distributed.init_process_group(
-            backend, store=self.store, rank=self.rank, world_size=self.size
-        )
 
 
 class _NoOutputs(OutputSink):
@@ -132,19 +101,16 @@ class PoolWorker:
         config: RolloutConfig,
         tokenizer: Any,
         peft_config: Any = None,
-        *,
-        shard: WorkerShard | None = None,
     ) -> None:
-        """Load the checkpoint, or a shard of it, onto this process's device; start the engine.
+        """Load the checkpoint onto this process's device, and start the engine.
 
+        Where the config splits a worker, each process of torch.distributed's group loads a shard.
         With a `peft_config` the model gets adapters, which run unmerged and which updates bring.
 
         Raises:
             ConfigurationError: the model or a setting is refused.
         """
-        if shard is not None:
-            shard.join()
-        size = 1 if shard is None else shard.size
+        size = config.tensor_parallel_size
         model: Any = load_model(
             model_name_or_path, config.rollout_dtype, tensor_parallel_size=size
         ).requires_grad_(False)
@@ -162,7 +128,7 @@ class PoolWorker:
         self._generator = RolloutGenerator(model, own, tokenizer=tokenizer)
         self._manager = self._generator.manager
         self._outputs = OutputQueue()
-        is_first = shard is None or shard.rank == 0
+        is_first = size == 1 or distributed.get_rank() == 0
         self._sink: OutputSink = self._outputs if is_first else _NoOutputs()
         self._lock = threading.Lock()
         self._running: set[str] = set()
@@ -223,11 +189,11 @@ class PoolWorker:
             self._cancelled |= set(item_ids) - self._running
             self._manager.cancel_requests(item_ids)
 
-    def report(self, seconds: float) -> WorkerReport:
-        """Wait for an item to end, at most `seconds`, and report those that did.
+    def report(self, seconds: float) -> tuple[list[GenerationOutput], EngineCounters]:
+        """Wait for an item to end, at most `seconds`; return those that did, and the totals so far.
 
-        Raises:
-            EngineDeadError: the engine stopped on an exception.
+        An output's `request_id` is the item's id, and its times are seconds since the item arrived.
+        The totals lack the peak. `EngineDeadError`: the engine stopped on an exception.
         """
         outputs = []
         output = self._outputs.take(timeout=seconds)
@@ -240,7 +206,7 @@ class PoolWorker:
         with self._lock:
             self._running.difference_update(output.request_id for output in outputs)
         counters = replace(self._manager.counters, kv_blocks_peak=0)
-        return WorkerReport([_without_clock(output) for output in outputs], counters)
+        return [_without_clock(output) for output in outputs], counters
 
     def update(
         self,

@@ -16,7 +16,7 @@ from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.integrations.ray.cluster import WorkerLostError
 from cb_rollout.integrations.ray.manager import MAX_FAILED_STARTS, PoolManager
 from cb_rollout.integrations.ray.weight_update import WeightUpdate
-from cb_rollout.integrations.ray.worker import WorkerDescription, WorkerReport
+from cb_rollout.integrations.ray.worker import WorkerDescription
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import FinishReason, GenerationOutput
 
@@ -50,7 +50,7 @@ class FakeWorker:
             done, self.items = self.items, []
             self.num_forwards += len(done)
             counters = EngineCounters(decode_forwards=self.num_forwards)
-            return WorkerReport([self.output(item) for item in done], counters)
+            return [self.output(item) for item in done], counters
         return None
 
     def output(self, item):
@@ -201,7 +201,7 @@ def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(manage, how):
     def script(worker, called):
         if worker.number or called != "report" or not worker.items:
             return None
-        return HANGS if how == "no answer" else WorkerReport([], EngineCounters())
+        return HANGS if how == "no answer" else ([], EngineCounters())
 
     manager = manage(FakeCluster(script), timeout=0.3)
     assert 0 not in {output.generated_tokens[0] for output in sample(manager)}

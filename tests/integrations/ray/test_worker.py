@@ -37,9 +37,9 @@ def outputs_of(worker, *items):
     worker.submit(items)
     found = {}
     while len(found) < len(items):
-        report = worker.report(10.0)
-        assert report.outputs, "nothing ended in 10 s"
-        found |= {output.request_id: output for output in report.outputs}
+        outputs, _ = worker.report(10.0)
+        assert outputs, "nothing ended in 10 s"
+        found |= {output.request_id: output for output in outputs}
     return [found[one.item_id] for one in items]
 
 
@@ -71,11 +71,11 @@ def gated(gate, num_tokens):
     return replace(item(), params=params)
 
 
-def last_report(worker):
-    report = worker.report(10.0)
-    while not report.outputs:
-        report = worker.report(10.0)
-    return report
+def last_outputs(worker):
+    outputs = []
+    while not outputs:
+        outputs, _ = worker.report(10.0)
+    return outputs
 
 
 def test_an_item_that_is_cancelled_before_it_arrives_ends_early(worker):
@@ -83,7 +83,7 @@ def test_an_item_that_is_cancelled_before_it_arrives_ends_early(worker):
     worker.submit([item("a", num_tokens=40), item("b")])
     found = {}
     while len(found) < 2:
-        found |= {output.request_id: output for output in last_report(worker).outputs}
+        found |= {output.request_id: output for output in last_outputs(worker)}
     assert found["a"].status is RequestStatus.CANCELLED
     assert len(found["a"].generated_tokens) < 40
     assert found["b"].status is RequestStatus.FINISHED
@@ -105,7 +105,7 @@ def test_a_cancelled_item_delivers_the_tokens_it_had(worker):
     assert gate.reached.wait(20)
     worker.cancel(["a"])
     opened.set()
-    (output,) = last_report(worker).outputs
+    (output,) = last_outputs(worker)
     assert output.status is RequestStatus.CANCELLED
     assert 3 <= len(output.generated_tokens) < 60
     assert largest_difference(tiny_model(), [output]) < 1e-5
@@ -144,7 +144,7 @@ def test_sequences_in_flight_carry_the_version_of_each_token(worker):
     worker.submit([gated(gate, 8)])
     assert gate.reached.wait(20)
     worker.update(*update_of(worker, model, 4), InFlight.RECOMPUTE)
-    (output,) = last_report(worker).outputs
+    (output,) = last_outputs(worker)
     assert output.policy_versions == [(0, 4), (4, 4)]
     for weights, part in ((tiny_model(), slice(0, 4)), (model, slice(4, None))):
         expected = plain_logprobs(weights, output.prompt_ids, output.generated_tokens)
