@@ -403,7 +403,7 @@ def _packed(
         None if len(scored) == len(scores_of_rows) else to_device(scores_of_rows, device),
         tuple(segments),
         None,
-        _joined(routes, device),
+        joined_routes(routes, device),
         _packed_images(images, image_names) if images else {},
         [row.rope_side for row, _, _ in pieces],
         [end - first for _, first, end in pieces],
@@ -468,14 +468,9 @@ def _padded(
         None,
         None,
         None if num_shared else (positions_1S < lengths[:, None]).to(torch.int64),
-        _joined([(rows[n].routes, 0, S) for n in numbers], device),
+        joined_routes([(rows[n].routes, 0, S) for n in numbers], device),
         others,
         [rows[n].rope_side for n in numbers],
         num_shared_prompts=len(numbers) - 1 if num_shared else 0,
         shared_ids=to_device(shared_ids, device)[None] if num_shared else None,
     )
-
-
-def _joined(routes: list[tuple[Any, int, int]], device: torch.device) -> torch.Tensor | None:
-    shapes = {record.shape[1:] for record, _, _ in routes if record is not None}
-    return joined_routes(routes, shapes.pop(), device) if shapes else None

@@ -20,7 +20,7 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
-from cb_rollout.engine.model.routers import Disagreement, Replay, Routers
+from cb_rollout.engine.model.routers import Disagreement, Routers
 from cb_rollout.engine.numerics.agreement import LEAST_SIZE, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
@@ -111,8 +111,8 @@ def _score(
         stack.enter_context(multimodal.keeping_position_offsets(inner))
         stack.enter_context(RowRope(inner).by_row(batch.rope_sides, batch.rope_counts))
         stack.enter_context(_selecting_hidden_states(backbone, batch.predicting_K))
-        if routers is not None and batch.routes is not None:
-            stack.enter_context(routers.replaying(inner, Replay(batch.routes, counts)))
+        if routers is not None:
+            stack.enter_context(routers.replaying(inner, batch.routes, counts))
         attend = None
         if batch.shared_ids is not None:
             forward = partial(_forked_forward, backbone.forward, inner, batch)

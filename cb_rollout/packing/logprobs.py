@@ -25,7 +25,7 @@ from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
 from cb_rollout.engine.memory.device import to_device
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
+from cb_rollout.engine.model.routers import Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
@@ -326,11 +326,9 @@ def routers_of(inner: Any) -> Routers:
 
 def _plain(runner: ModelRunner, row: PackedRow) -> torch.Tensor:
     inner, replaying = runner.model, nullcontext()
-    if row.routes is not None:
-        part = (row.routes, 0, row.num_tokens)
-        routes_NLK = joined_routes([part], row.routes.shape[1:], runner.device)
-        assert routes_NLK is not None
-        replaying = routers_of(inner).replaying(inner, Replay(routes_NLK))
+    routes_NLK = joined_routes([(row.routes, 0, row.num_tokens)], runner.device)
+    if routes_NLK is not None:
+        replaying = routers_of(inner).replaying(inner, routes_NLK)
     images = None if row.images is None else row.images.images
     with replaying:
         logits_NV = runner.plain_logits([*row.prompt_ids, *row.completion_ids], images=images)

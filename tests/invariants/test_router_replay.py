@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from cb_rollout import (
     SamplingParams,
 )
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.routers import Disagreement, Replay, find_routers, joined_routes
+from cb_rollout.engine.model.routers import Disagreement, find_routers, joined_routes
 from cb_rollout.engine.sampling import sampler
 
 # More experts than the families of `tiny` have, so that rounding changes a choice now and then.
@@ -55,9 +54,7 @@ def logprobs_of(model, output, routes=None, counts=None):
         routers = find_routers(model, lambda ids: model(input_ids=ids, use_cache=False).logits)
     ids = torch.tensor([output.prompt_ids + output.generated_tokens])
     part = (output.routed_experts if routes is None else routes, 0, ids.shape[1])
-    joined = joined_routes([part], routers.spec.shape, ids.device)
-    replay = nullcontext() if joined is None else routers.replaying(model, Replay(joined, counts))
-    with replay:
+    with routers.replaying(model, joined_routes([part], ids.device), counts):
         logits = model(input_ids=ids, use_cache=False).logits
     scores = logits[0, len(output.prompt_ids) - 1 : -1].float().log_softmax(-1)
     return scores.gather(-1, ids[0, len(output.prompt_ids) :, None])[:, 0]

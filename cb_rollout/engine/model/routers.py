@@ -8,7 +8,7 @@ B: rows, S: tokens of a row, N: tokens of a forward, L: routers, K: experts of a
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,11 +85,26 @@ class Routers:
                 stack.enter_context(hf_compat.replacing_forward(module, forward))
             yield
 
-    def replaying(self, model: torch.nn.Module, replay: "Replay") -> AbstractContextManager[None]:
-        """Have a forward of an unwrapped model take recorded experts, in checkpoints again too."""
-        return hf_compat.repeated_in_checkpoints(
-            model, partial(self.choosing, model, replay.choose)
-        )
+    def replaying(
+        self,
+        model: torch.nn.Module,
+        routes_NLK: torch.Tensor | None,
+        counts: "Disagreement | None" = None,
+    ) -> AbstractContextManager[None]:
+        """Have a forward of an unwrapped model take recorded experts, in checkpoints again too.
+
+        `routes_NLK` is of `joined_routes`; `counts` counts choices of routers that differ from it.
+        """
+        if routes_NLK is None:
+            return nullcontext()
+
+        def replay(number: int, scores: torch.Tensor, found: Any) -> Any:
+            routes_NK = routes_NLK[:, number]
+            if counts is not None:
+                counts.add(routes_NK, found.indices.reshape(routes_NK.shape))
+            return _replaced(scores, found, routes_NK)
+
+        return hf_compat.repeated_in_checkpoints(model, partial(self.choosing, model, replay))
 
 
 def _intercepting(
@@ -158,7 +173,7 @@ class RouteRecorder:
             (record, Q - new, Q) if is_padded else (record, 0, new)
             for record, new in zip(routes, num_new, strict=bool(routes))
         ]
-        self._known = joined_routes(rows, self.routers.spec.shape, device)
+        self._known = joined_routes(rows, device)
 
     def take(self) -> torch.Tensor:
         """Return what the last forward's tokens took, `[N, L, K]` in the dtype of a record."""
@@ -172,20 +187,6 @@ class RouteRecorder:
         chosen_NK = found.indices.reshape(-1, self.routers.num_chosen)
         self._chosen.append(chosen_NK.to(self.routers.spec.dtype))
         return found
-
-
-class Replay:
-    """Recorded experts for the tokens of one forward, and how often the routers disagree."""
-
-    def __init__(self, routes_NLK: torch.Tensor, counts: "Disagreement | None" = None) -> None:
-        """Take `[N, L, K]` integers, `UNKNOWN` where a token has no record."""
-        self._routes, self._counts = routes_NLK, counts
-
-    def choose(self, number: int, scores: torch.Tensor, found: Any) -> Any:
-        routes_NK = self._routes[:, number]
-        if self._counts is not None:
-            self._counts.add(routes_NK, found.indices.reshape(routes_NK.shape))
-        return _replaced(scores, found, routes_NK)
 
 
 class Disagreement:
@@ -222,16 +223,17 @@ def _replaced(scores: torch.Tensor, found: Any, routes_NK: torch.Tensor) -> Any:
 
 
 def joined_routes(
-    parts: Sequence[tuple[Any, int, int]], shape: tuple[int, ...], device: torch.device
+    parts: Sequence[tuple[Any, int, int]], device: torch.device
 ) -> torch.Tensor | None:
     """Lay records of sequences out for one forward; None: there are none.
 
     Each part is (record or None, padding, length): `[tokens, L, K]` of a row's first tokens, the
     columns before them, and all columns. Returns int16 `[N, L, K]`, `UNKNOWN` without a record.
     """
-    if not any(record is not None and len(record) for record, _, _ in parts):
+    shapes = [record.shape[1:] for record, _, _ in parts if record is not None and len(record)]
+    if not shapes:
         return None
-    joined = np.full((sum(length for *_, length in parts), *shape), UNKNOWN, np.int16)
+    joined = np.full((sum(length for *_, length in parts), *shapes[0]), UNKNOWN, np.int16)
     first = 0
     for record, padding, length in parts:
         if record is not None:
@@ -323,9 +325,9 @@ def _require_effect(
     with recorder.recording(model):
         expected = forward(ids)
     own_NLK = recorder.take().to(torch.int16)
-    with routers.choosing(model, Replay(own_NLK).choose):
+    with routers.replaying(model, own_NLK):
         replayed = forward(ids)
-    with routers.choosing(model, Replay((own_NLK + 1) % least_experts).choose):
+    with routers.replaying(model, (own_NLK + 1) % least_experts):
         others = forward(ids)
     if not torch.equal(expected, replayed) or torch.equal(expected, others):
         raise _refusal(model, "does not compute with the experts that its top-k chooses")

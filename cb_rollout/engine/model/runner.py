@@ -35,7 +35,6 @@ from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.forward_inputs import ForwardInputs, packed_inputs, padded_inputs
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.model.routers import (
-    Replay,
     RouteRecorder,
     Routers,
     find_routers,
@@ -413,12 +412,11 @@ def recomputed_logprobs(
     """Return log-probabilities by a forward of the (wrapped) training `model` without a cache."""
     num_prompt = len(request.prompt_ids)
     temperature = 1.0 if request.params.is_greedy else request.params.temperature
-    recorder, replaying = runner.recorder, nullcontext()
-    if recorder is not None and request.routed_experts is not None:
-        routers, part = recorder.routers, (request.routed_experts, 0, request.num_tokens)
-        routes_NLK = joined_routes([part], routers.spec.shape, runner.device)
-        assert routes_NLK is not None
-        replaying = routers.replaying(hf_compat.unwrap(model), Replay(routes_NLK))
+    replaying = nullcontext()
+    if runner.recorder is not None:
+        part = (request.routed_experts, 0, request.num_tokens)
+        routes_NLK = joined_routes([part], runner.device)
+        replaying = runner.recorder.routers.replaying(hf_compat.unwrap(model), routes_NLK)
     with replaying:
         logits_NV = runner.plain_logits(
             request.token_ids, hf_compat.collective_forward(model), images=request.images

@@ -24,7 +24,7 @@ import torch
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.engine.attention.shared_prefix import num_common
-from cb_rollout.engine.model.routers import Disagreement, Replay, Routers, joined_routes
+from cb_rollout.engine.model.routers import Disagreement, Routers, joined_routes
 from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.integrations.trl.images import COUNTS, image_arguments, of_rows
 from cb_rollout.packing.batch import PackedRow
@@ -358,6 +358,5 @@ class OwnForward:
         first = S - batch.logits_to_keep
         paddings = (first - batch.attention_mask[:, :first].sum(1)).tolist()
         parts = [(row.routes, n, S) for row, n in zip(batch.rows, paddings, strict=True)]
-        routes_NLK = joined_routes(parts, self._routers.spec.shape, batch.attention_mask.device)
-        assert routes_NLK is not None
-        return self._routers.replaying(hf_compat.unwrap(model), Replay(routes_NLK, batch.counts))
+        routes_NLK = joined_routes(parts, batch.attention_mask.device)
+        return self._routers.replaying(hf_compat.unwrap(model), routes_NLK, batch.counts)

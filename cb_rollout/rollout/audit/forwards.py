@@ -23,7 +23,7 @@ from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.rope import forget_longer_rows
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.routers import Replay, Routers, find_routers, joined_routes
+from cb_rollout.engine.model.routers import Routers, find_routers, joined_routes
 from cb_rollout.errors import ConfigurationError, abbreviated
 from cb_rollout.packing.batch import PackedRow
 
@@ -110,9 +110,8 @@ class Forwards:
             if change.head_dtype is not None:
                 self._replace_head(stack, change.head_dtype)
             if change.replays_routes:
-                routes_NLK = joined_routes([(row.routes, 0, S)], row.routes.shape[1:], self.device)
-                assert routes_NLK is not None
-                stack.enter_context(self._routers.replaying(self.inner, Replay(routes_NLK)))
+                routes_NLK = joined_routes([(row.routes, 0, S)], self.device)
+                stack.enter_context(self._routers.replaying(self.inner, routes_NLK))
             if change.cached_weights is not None:
                 return self._with_old_keys(ids_1S, number, change, settings)[-T:].float()
             if "logits_to_keep" in self.argument_names:
