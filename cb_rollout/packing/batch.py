@@ -65,33 +65,6 @@ def row_images(
     return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in rows]
 
 
-def _joined_images(
-    positions_ABS: torch.Tensor,
-    rows: Sequence[tuple[RowImages, int, int]],
-    names: frozenset[str],
-    dim: int,
-) -> dict[str, torch.Tensor]:
-    """Return a forward's positions, `[A, 1, N]` or `[A, B, S]`, and its arguments of images.
-
-    Tensors of images are joined end to end, those of tokens along `dim`, with zeros for a row of
-    text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has the first and the end of
-    its tokens.
-    """
-    of_rows = [row.arguments(names, first, end) for row, first, end in rows]
-    per_token = frozenset(name for row, *_ in rows if row.images for name in row.images.of_tokens)
-    arguments: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(chain(*of_rows)):
-        tensors = [own[name] for own in of_rows if name in own]
-        if name in per_token:
-            shape = tensors[0].shape[2:]
-            zeros = [tensors[0].new_zeros(1, end - first, *shape) for _, first, end in rows]
-            tensors = [own.get(name, zero) for own, zero in zip(of_rows, zeros, strict=True)]
-        arguments[name] = joined(tensors, dim if name in per_token else 0)
-    # A model without axes takes (1, N) or (B, S).
-    has_axes = len(positions_ABS) > 1
-    return arguments | {"position_ids": positions_ABS if has_axes else positions_ABS[0]}
-
-
 class PackedRow(NamedTuple):
     """One sequence to score."""
 
@@ -275,17 +248,14 @@ def pack(
         parts = _within(rows, [(number, 0) for number in numbers], max_tokens)
         return [_packed(rows, part, device, image_names, num_dropped=0) for part in parts]
     scored = [number for number in numbers if rows[number].completion_ids]
+    if layout is PackingLayout.SHARED_PREFIXES:
+        parts = _within(rows, in_tree_order(rows, scored), max_tokens)
+        return [_packed(rows, part, device, image_names) for part in parts]
     # Images and experts belong to whole rows.
     is_whole = any(row.images is not None or row.routes is not None for row in rows)
-    if layout is PackingLayout.PADDED or (layout is PackingLayout.FORKED_STATES and is_whole):
-        parts = _of_one_length(rows, scored, max_tokens)
-        return [_padded(rows, part, device, image_names) for part in parts]
-    if layout is PackingLayout.FORKED_STATES:
-        groups = _of_one_prompt(rows, scored, max_tokens)
-        sizes = ((part, len(rows[part[0]].prompt_ids)) for part in groups)
-        return [_padded(rows, part, device, image_names, size) for part, size in sizes]
-    parts = _within(rows, in_tree_order(rows, scored), max_tokens)
-    return [_packed(rows, part, device, image_names) for part in parts]
+    is_forked = layout is PackingLayout.FORKED_STATES and not is_whole
+    groups = _of_one_length(rows, scored, max_tokens, is_forked=is_forked)
+    return [_padded(rows, *group, device, image_names) for group in groups]
 
 
 def _within(
@@ -322,34 +292,36 @@ def _within(
     return parts[::-1]
 
 
-def _of_one_prompt(
-    rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None
-) -> Iterator[list[int]]:
+def _of_one_length(
+    rows: Sequence[PackedRow],
+    numbers: Sequence[int],
+    max_tokens: int | None,
+    *,
+    is_forked: bool,
+) -> Iterator[tuple[list[int], int]]:
+    """Yield rows of similar length, and how many tokens of theirs are computed once.
+
+    `is_forked`: rows have an equal prompt, which is computed once.
+    """
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number in numbers:
-        groups[(rows[number].rope_side, *rows[number].prompt_ids)].append(number)
+        row = rows[number]
+        groups[(row.rope_side, *row.prompt_ids) if is_forked else ()].append(number)
     for group in groups.values():
-        yield from _of_one_length(rows, group, max_tokens, len(rows[group[0]].prompt_ids))
-
-
-def _of_one_length(
-    rows: Sequence[PackedRow], numbers: list[int], max_tokens: int | None, num_shared: int = 0
-) -> Iterator[list[int]]:
-    """Yield rows of similar length, whose first `num_shared` tokens are computed once."""
-    sizes = {n: rows[n].num_tokens - 1 - num_shared for n in numbers}
-    part: list[int] = []
-    num_tokens = num_shared
-    for number in sorted(numbers, key=lambda n: -sizes[n]):
-        longest = sizes[part[0]] if part else sizes[number]
-        padded = num_shared + longest * (len(part) + 1)
-        is_wide = padded > MAX_PADDING * (num_tokens + sizes[number])
-        if part and (is_wide or (max_tokens is not None and padded > max_tokens)):
-            yield part
-            part, num_tokens = [], num_shared
-        part.append(number)
-        num_tokens += sizes[number]
-    if part:
-        yield part
+        num_shared = len(rows[group[0]].prompt_ids) if is_forked else 0
+        sizes = {number: rows[number].num_tokens - 1 - num_shared for number in group}
+        part: list[int] = []
+        num_tokens = num_shared
+        for number in sorted(group, key=sizes.__getitem__, reverse=True):
+            longest = sizes[part[0]] if part else sizes[number]
+            padded = num_shared + longest * (len(part) + 1)
+            is_wide = padded > MAX_PADDING * (num_tokens + sizes[number])
+            if part and (is_wide or (max_tokens is not None and padded > max_tokens)):
+                yield part, num_shared
+                part, num_tokens = [], num_shared
+            part.append(number)
+            num_tokens += sizes[number]
+        yield part, num_shared
 
 
 def _packed(
@@ -391,7 +363,6 @@ def _packed(
     tokens = chain(*([*r.prompt_ids, *r.completion_ids][a:b] for r, a, b in pieces))
     positions = chain(*(range(first, end) for _, first, end in pieces))
     routes = [(r.routes if r.routes is None else r.routes[a:], 0, b - a) for r, a, b in pieces]
-    images = [(row.images, first, end) for row, first, end in pieces if row.images is not None]
     return PackedBatch(
         [number for number, _ in part],
         [len(rows[number].completion_ids) for number, _ in part],
@@ -404,18 +375,43 @@ def _packed(
         tuple(segments),
         None,
         joined_routes(routes, device),
-        _packed_images(images, image_names) if images else {},
+        _image_arguments(pieces, image_names, dim=1),
         [row.rope_side for row, _, _ in pieces],
         [end - first for _, first, end in pieces],
         sum(num_shared >= len(rows[number].prompt_ids) for number, num_shared in part),
     )
 
 
-def _packed_images(
-    images: Sequence[tuple[RowImages, int, int]], image_names: frozenset[str]
+def _image_arguments(
+    rows: Sequence[tuple[PackedRow, int, int]], names: frozenset[str], dim: int
 ) -> dict[str, torch.Tensor]:
-    positions_AN = torch.cat([own.positions_AT[:, a:b] for own, a, b in images], 1)
-    return _joined_images(positions_AN[:, None], images, image_names, dim=1)
+    """Return a forward's positions and arguments of images; none where no row has any.
+
+    Tensors of images are joined end to end, those of tokens along `dim`, with zeros for a row of
+    text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has the first and the end of
+    its tokens.
+    """
+    pieces = [(row.images, first, end) for row, first, end in rows if row.images is not None]
+    if not pieces:
+        return {}
+    of_rows = [row.arguments(names, first, end) for row, first, end in pieces]
+    per_token = frozenset(name for row, *_ in pieces if row.images for name in row.images.of_tokens)
+    arguments: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(chain(*of_rows)):
+        tensors = [own[name] for own in of_rows if name in own]
+        if name in per_token:
+            shape = tensors[0].shape[2:]
+            zeros = [tensors[0].new_zeros(1, end - first, *shape) for _, first, end in pieces]
+            tensors = [own.get(name, zero) for own, zero in zip(of_rows, zeros, strict=True)]
+        arguments[name] = joined(tensors, dim if name in per_token else 0)
+    positions = []
+    for row, first, end in pieces:
+        own_AT = row.positions_AT[:, first:end]
+        positions.append(torch.nn.functional.pad(own_AT, (0, end - first - own_AT.shape[1])))
+    # [A, 1, N] or [A, B, S]; a model without axes takes (1, N) or (B, S).
+    positions_ABS = torch.cat(positions, 1)[:, None] if dim else torch.stack(positions, 1)
+    has_axes = len(positions_ABS) > 1
+    return arguments | {"position_ids": positions_ABS if has_axes else positions_ABS[0]}
 
 
 def _first(path: tuple[range, ...], num_tokens: int) -> tuple[range, ...]:
@@ -432,9 +428,9 @@ def _first(path: tuple[range, ...], num_tokens: int) -> tuple[range, ...]:
 def _padded(
     rows: Sequence[PackedRow],
     numbers: list[int],
+    num_shared: int,
     device: torch.device,
     image_names: frozenset[str],
-    num_shared: int = 0,
 ) -> PackedBatch:
     """Pad rows on the right, without the first `num_shared` tokens, which all begin with."""
     sequences = [[*rows[n].prompt_ids, *rows[n].completion_ids[:-1]] for n in numbers]
@@ -449,14 +445,6 @@ def _padded(
     ids = [sequence + [0] * (S - len(sequence)) for sequence in sequences]
     lengths = to_device(list(map(len, sequences)), device)
     positions_1S = torch.arange(num_shared, num_shared + S, device=device)[None]
-    own = [(images, 0, S) for n in numbers if (images := rows[n].images) is not None]
-    others = {}
-    if own:
-        padded = [
-            torch.nn.functional.pad(images.positions_AT[:, : len(sequence)], (0, S - len(sequence)))
-            for (images, *_), sequence in zip(own, sequences, strict=True)
-        ]
-        others = _joined_images(torch.stack(padded, 1), own, image_names, dim=0)
     return PackedBatch(
         numbers,
         [len(rows[number].completion_ids) for number in numbers],
@@ -469,7 +457,7 @@ def _padded(
         None,
         None if num_shared else (positions_1S < lengths[:, None]).to(torch.int64),
         joined_routes([(rows[n].routes, 0, S) for n in numbers], device),
-        others,
+        _image_arguments([(rows[n], 0, S) for n in numbers], image_names, dim=0),
         [rows[n].rope_side for n in numbers],
         num_shared_prompts=len(numbers) - 1 if num_shared else 0,
         shared_ids=to_device(shared_ids, device)[None] if num_shared else None,
