@@ -43,11 +43,6 @@ class RowImages(NamedTuple):
     positions_AT: torch.Tensor
     """int64, of prompt and completion."""
 
-    def arguments(self, names: frozenset[str], start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Return the arguments of images in a forward of the row's tokens from start to stop."""
-        images, device = self.images, self.positions_AT.device
-        return {} if images is None else images.arguments(start, stop, names, device)
-
 
 def row_images(
     model: Any, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
@@ -391,22 +386,25 @@ def _image_arguments(
     text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has the first and the end of
     its tokens.
     """
-    pieces = [(row.images, first, end) for row, first, end in rows if row.images is not None]
+    pieces = [(*row.images, first, end) for row, first, end in rows if row.images is not None]
     if not pieces:
         return {}
-    of_rows = [row.arguments(names, first, end) for row, first, end in pieces]
-    per_token = frozenset(name for row, *_ in pieces if row.images for name in row.images.of_tokens)
+    of_rows = [
+        {} if images is None else images.arguments(first, end, names, positions_AT.device)
+        for images, positions_AT, first, end in pieces
+    ]
+    per_token = frozenset(name for images, *_ in pieces if images for name in images.of_tokens)
     arguments: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(chain(*of_rows)):
         tensors = [own[name] for own in of_rows if name in own]
         if name in per_token:
             shape = tensors[0].shape[2:]
-            zeros = [tensors[0].new_zeros(1, end - first, *shape) for _, first, end in pieces]
+            zeros = [tensors[0].new_zeros(1, end - first, *shape) for *_, first, end in pieces]
             tensors = [own.get(name, zero) for own, zero in zip(of_rows, zeros, strict=True)]
         arguments[name] = joined(tensors, dim if name in per_token else 0)
     positions = []
-    for row, first, end in pieces:
-        own_AT = row.positions_AT[:, first:end]
+    for _, positions_AT, first, end in pieces:
+        own_AT = positions_AT[:, first:end]
         positions.append(torch.nn.functional.pad(own_AT, (0, end - first - own_AT.shape[1])))
     # [A, 1, N] or [A, B, S]; a model without axes takes (1, N) or (B, S).
     positions_ABS = torch.cat(positions, 1)[:, None] if dim else torch.stack(positions, 1)

@@ -166,24 +166,21 @@ def _scored_in_its_layout(
     """Return the log-probabilities of all rows, in the layout that agreed for this model."""
     # A model that was cast, or that got another layer, is compared again.
     key = rows[0].images is not None, hf_compat.forward_identity(inner)
-    layouts = _LAYOUTS.get(inner, {})
+    layouts, reason = _LAYOUTS.get(inner, {}), ""
     if (layout := layouts.get(key)) is None:
         layout, reason = _agreeing_layout(inner, rows)
-        _warn_on_a_gpu(inner, reason)
     _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
     try:
-        return _scored(model, rows, layout)
+        scored = _scored(model, rows, layout)
     except ConfigurationError as error:
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
-        _warn_on_a_gpu(inner, str(error))
-        return _scored(model, rows, PackingLayout.PADDED)
-
-
-def _warn_on_a_gpu(inner: Any, reason: str) -> None:
+        reason = str(error)
+        scored = _scored(model, rows, PackingLayout.PADDED)
     if reason and next(inner.parameters()).device.type == "cuda":
         warn_of_padding("packed_logprobs", reason, "padded")
+    return scored
 
 
 def warn_of_padding(caller: str, reason: str, layout: str) -> None:
@@ -271,7 +268,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
         )
-        for layout in layouts(packing_obstacle(inner)):
+        for layout in (first_layout(packing_obstacle(inner)), PackingLayout.PADDED):
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
                 scored = _scored(inner, rows, layout)
@@ -295,13 +292,9 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
     )
 
 
-def layouts(obstacle: str) -> tuple[PackingLayout, ...]:
-    """Return the layouts to try, in order.
-
-    `obstacle`: the reason why rows would mix end to end; "": they would not.
-    """
-    first = PackingLayout.FORKED_STATES if obstacle else PackingLayout.SHARED_PREFIXES
-    return first, PackingLayout.PADDED
+def first_layout(obstacle: str) -> PackingLayout:
+    """Return the layout to try before `PADDED`; `obstacle`: why rows would mix, "" if not."""
+    return PackingLayout.FORKED_STATES if obstacle else PackingLayout.SHARED_PREFIXES
 
 
 def packing_obstacle(inner: Any) -> str:

@@ -44,7 +44,7 @@ from cb_rollout.packing.batch import (
     with_rope_sides,
 )
 from cb_rollout.packing.forward import Scores, differing_gradients, score_batches
-from cb_rollout.packing.logprobs import layouts, warn_of_padding
+from cb_rollout.packing.logprobs import first_layout, warn_of_padding
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Reasons not to pack a batch, the graver one last.
@@ -202,10 +202,10 @@ class PackedLoss:
         self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
-        first, *_, last = layouts(packing_obstacle)
+        first = first_layout(packing_obstacle)
         if packing_obstacle and self._is_sharded:
             # Layers are computed again, which take no states.
-            first = last
+            first = PackingLayout.PADDED
             if trainer.accelerator.device.type == "cuda":
                 _warn_of_padding(packing_obstacle)
         self._layouts: dict[bool, PackingLayout | None] = dict.fromkeys((False, True), first)
