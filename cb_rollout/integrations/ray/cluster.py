@@ -81,6 +81,9 @@ class RolloutWorker:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
 
+    def submit(self, items: Sequence[WorkItem]) -> None:
+        self._worker.submit(items)
+
     def update(
         self, update: WeightUpdate, in_flight: InFlight, seconds: float, are_deltas: bool
     ) -> None:
@@ -105,16 +108,27 @@ class Cluster:
             ConfigurationError: a resource is no number >= 0.
         """
         self._ray = ray = _ray()
+        resources = dict(resources_per_worker or {})
         # Before a cluster is made, which nobody would end.
-        options = _actor_options(resources_per_worker or {})
+        _require_amounts(resources)
         self._is_own = not ray.is_initialized()
         if self._is_own:
             ray.init(include_dashboard=False, log_to_driver=False)
         if resources_per_worker is None:
-            has_gpus = ray.cluster_resources().get("GPU")
-            options = _actor_options({"GPU" if has_gpus else "CPU": 1})
-        self._size, self._options = tensor_parallel_size, options
-        self._actors = ray.remote(concurrency_groups={ORDERED: 1}, **options)(RolloutWorker)
+            resources = {"GPU" if ray.cluster_resources().get("GPU") else "CPU": 1}
+        resources = resources or {"CPU": 1}
+        self._size = tensor_parallel_size
+        self._resources = {name: amount for name, amount in resources.items() if amount}
+        of_ray = {RESOURCES[n]: v for n, v in resources.items() if n in RESOURCES}
+        self._actors = ray.remote(
+            resources={n: v for n, v in resources.items() if n not in RESOURCES} or None,
+            max_concurrency=MAX_CONCURRENCY,
+            concurrency_groups={ORDERED: 1},
+            max_restarts=0,
+            max_task_retries=0,
+            # Without a number of CPUs an actor would be placed anywhere.
+            **({"num_cpus": 0} | of_ray),
+        )(RolloutWorker)
         self._processes: list[psutil.Process] = []
 
     def start_worker(self, *arguments: Any) -> tuple[WorkerHandle, list[Any]]:
@@ -132,20 +146,13 @@ class Cluster:
 
     def _placed_together(self) -> WorkerHandle:
         """Ask for the actors of a split worker, all or none, on one machine if any has room."""
-        bundles = [self._resources_of_an_actor()] * self._size
-        placement = self._ray.util.placement_group(bundles, strategy="PACK")
+        placement = self._ray.util.placement_group([self._resources] * self._size, strategy="PACK")
         by_index = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         actors = [
             self._actors.options(scheduling_strategy=by_index(placement, index)).remote()
             for index in range(self._size)
         ]
         return WorkerHandle(actors, placement)
-
-    def _resources_of_an_actor(self) -> dict[str, float]:
-        options = self._options
-        amounts = {name: options.get(option, 0) for name, option in RESOURCES.items()}
-        amounts |= options["resources"] or {}
-        return {name: amount for name, amount in amounts.items() if amount}
 
     def record_process(self, process_id: int, node: str) -> None:
         """Have `close` wait for the end of a worker's process, if it is on this machine."""
@@ -158,32 +165,15 @@ class Cluster:
         """Call the leading process of a worker; return the reference of its result."""
         return [handle.actors[0].call.remote(method, *arguments)]
 
-    def submit(self, handle: WorkerHandle, items: Sequence[WorkItem]) -> list[Any]:
-        """Have a worker queue items; return the references of each process's answer.
+    def call_all(self, handle: WorkerHandle, method: str, *arguments: Any) -> list[Any]:
+        """Have each process of a worker `submit` or `update`, split ones in the order of the calls.
 
-        Split workers get all submissions and updates in the order of these calls.
+        Return the references of their answers.
         """
-        return [
-            self._ordered(handle, actor.call).remote("submit", items) for actor in handle.actors
-        ]
-
-    def update(
-        self,
-        handle: WorkerHandle,
-        update: WeightUpdate,
-        in_flight: InFlight,
-        seconds: float,
-        are_deltas: bool,
-    ) -> list[Any]:
-        """Have a worker fetch and take weights; return the references of each process's answer."""
-        return [
-            self._ordered(handle, actor.update).remote(update, in_flight, seconds, are_deltas)
-            for actor in handle.actors
-        ]
-
-    def _ordered(self, handle: WorkerHandle, method: Any) -> Any:
-        is_split = len(handle.actors) > 1
-        return method.options(concurrency_group=ORDERED) if is_split else method
+        methods = [getattr(actor, method) for actor in handle.actors]
+        if len(methods) > 1:
+            methods = [method.options(concurrency_group=ORDERED) for method in methods]
+        return [method.remote(*arguments) for method in methods]
 
     def get(self, reference: Any) -> np.ndarray:
         return self._ray.get(reference)
@@ -211,7 +201,7 @@ class Cluster:
 
     def resources(self) -> str:
         """Say what a worker asks for, and how much of that the cluster has and has free."""
-        asked = self._resources_of_an_actor()
+        asked = self._resources
         total, free = self._ray.cluster_resources(), self._ray.available_resources()
         amounts = (
             f"{total.get(name, 0):g} {name}, {free.get(name, 0):g} of them free"
@@ -241,20 +231,10 @@ def _ray() -> Any:
         raise ImportError("RolloutPool needs ray: pip install 'cb_rollout[ray]'.") from error
 
 
-def _actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
+def _require_amounts(resources: Mapping[str, float]) -> None:
     for name, value in resources.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigurationError(
-                f"resources_per_worker={dict(resources)!r}: {name} is no number >= 0; write "
+                f"resources_per_worker={resources!r}: {name} is no number >= 0; write "
                 "{'CPU': 4, 'GPU': 1}."
             )
-    own = {name: value for name, value in resources.items() if name not in RESOURCES}
-    of_ray = {RESOURCES[name]: value for name, value in resources.items() if name in RESOURCES}
-    # An actor without a CPU here would be placed anywhere.
-    of_ray.setdefault("num_cpus", 0 if of_ray or own else 1)
-    return of_ray | {
-        "resources": own or None,
-        "max_concurrency": MAX_CONCURRENCY,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-    }

@@ -330,8 +330,8 @@ class PoolManager:
         """Have a worker take weights; return why it did not, and was ended."""
         are_deltas = weights.is_delta_for(worker.version)
         with self._lock:
-            references = self._cluster.update(
-                worker.handle, weights, in_flight, self._timeout, are_deltas
+            references = self._cluster.call_all(
+                worker.handle, "update", weights, in_flight, self._timeout, are_deltas
             )
         try:
             # To fetch, and to write.
@@ -430,7 +430,7 @@ class PoolManager:
                 worker.progressed_at = time.monotonic()
             item_ids = [item.item_id for item in items]
             try:
-                references = self._cluster.submit(worker.handle, items)
+                references = self._cluster.call_all(worker.handle, "submit", items)
             except Exception as error:  # noqa: BLE001  pickling runs the caller's code
                 unreadable = RolloutError(f"{error_text(error)}; {PICKLABLE}.")
                 self._fail_items(worker, item_ids, unreadable)

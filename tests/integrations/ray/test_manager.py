@@ -93,11 +93,8 @@ class FakeCluster:
     def call(self, handle, method, *arguments):
         return [Reference(handle.answer(method, arguments))]
 
-    def submit(self, handle, items):
-        return self.call(handle, "submit", items)
-
-    def update(self, handle, update, in_flight, seconds, are_deltas):
-        return self.call(handle, "update", update)
+    def call_all(self, handle, method, *arguments):
+        return self.call(handle, method, *arguments)
 
     async def results(self, references):
         (reference,) = references

@@ -226,19 +226,19 @@ def test_a_worker_killed_in_the_middle_of_an_update_is_replaced_by_one_that_has_
     version = pool.policy_version + 1
     victim = next(iter(handles(pool).values()))
     state = weights_of(version).state_dict()
-    send = pool._cluster.update
+    send = pool._cluster.call_all
 
-    def send_and_kill(handle, *arguments):
-        sent = send(handle, *arguments)
-        if handle.actors[0] is victim:
+    def send_and_kill(handle, method, *arguments):
+        sent = send(handle, method, *arguments)
+        if method == "update" and handle.actors[0] is victim:
             ray.kill(victim)
         return sent
 
-    pool._cluster.update = send_and_kill
+    pool._cluster.call_all = send_and_kill
     try:
         pool.sync_weights(state)
     finally:
-        del pool._cluster.update
+        del pool._cluster.call_all
     outputs = pool.generate_batch([[5, 6, i] for i in range(20)], max_new_tokens=12)
     wait_until(lambda: pool.num_alive == 2)
     outputs |= pool.generate_batch([[5, 6, i] for i in range(20)], max_new_tokens=12)
