@@ -18,7 +18,6 @@ from tiny import PAD
 from tiny_trainer import tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
-from cb_rollout.engine.memory.plan import TrainingBytes
 from cb_rollout.integrations.trl import packed_loss
 from cb_rollout.integrations.trl.loss_rows import LossBatch
 from cb_rollout.integrations.trl.scoring import TrainerScoring
@@ -326,7 +325,7 @@ def use(trainer, settings=None, **config):
     """Have a trainer pack anew, with these settings."""
     scoring = trainer._get_per_token_logps_and_entropies.__self__
     config = RolloutConfig(loss_forward="packed", **config)
-    scoring._packed = packed_loss.PackedLoss(trainer, config, TrainingBytes(), packing_obstacle="")
+    scoring._packed = packed_loss.PackedLoss(trainer, config, packing_obstacle="")
     plain = {"beta": 0.0, "entropy_coef": 0.0, "_entropy_bonus_enabled": False}
     plain |= {"loss_type": "dapo", "top_entropy_quantile": 1.0}
     return plain | (settings or {})
@@ -434,7 +433,7 @@ def test_a_batch_with_other_inputs_switches_packing_off(pair):
 
 def test_on_a_gpu_a_loss_that_is_padded_says_why(tmp_path, monkeypatch):
     trainer = tiny_trainer(tmp_path, num_hidden_layers=1)
-    given = (trainer, RolloutConfig(loss_forward="packed"), TrainingBytes())
+    given = (trainer, RolloutConfig(loss_forward="packed"))
     monkeypatch.setattr(packed_loss, "shards_models", lambda _: True)
     # A warning is an error.
     packed_loss.PackedLoss(*given, packing_obstacle="recurrent states")
