@@ -24,18 +24,14 @@ constexpr int64_t MOST_HEADS = 3;
 
 // Return the `index`-th operand of a key or query, padded with zeros.
 inline INLINED Operand operand_of(const STORED* from, int64_t index) {
-    const int64_t block = index / OPERANDS, part = index % OPERANDS;
-    from += block * BLOCK;
-    return block < KEY_SIZE / BLOCK ? operand_at(from, part)
-                                    : operand_of_first(from, KEY_SIZE % BLOCK, part);
+    const int64_t start = index / OPERANDS * BLOCK;
+    return operand_at(from + start, index % OPERANDS, KEY_SIZE - start);
 }
 
 // Return the `index`-th vector of a value, padded with zeros.
 inline INLINED Vector vector_of(const STORED* from, int64_t index) {
-    const int64_t block = index / PARTS, part = index % PARTS;
-    from += block * BLOCK;
-    return block < VALUE_SIZE / BLOCK ? part_at(from, part)
-                                      : part_of_first(from, VALUE_SIZE % BLOCK, part);
+    const int64_t start = index / PARTS * BLOCK;
+    return part_at(from + start, index % PARTS, VALUE_SIZE - start);
 }
 
 // Call `work` with the first head and the number of heads of each group of a key head's queries.

@@ -51,11 +51,11 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
     for (int64_t o = 0; o < TILE_OUTPUTS; o++)
         weights[o] = product.weight + (output + o < num_outputs ? output + o : num_outputs - 1) * count;
     Vector sums[ROWS][TILE_OUTPUTS] = {};
-    const auto add = [&](int64_t i, const auto& operand_from) INLINED {
+    const auto add = [&](int64_t i, int64_t left) INLINED {
         unrolled<OPERANDS>([&](auto part) INLINED {
             Operand operands[TILE_OUTPUTS];
             unrolled<TILE_OUTPUTS>(
-                [&](auto o) INLINED { operands[o] = operand_from(weights[o] + i, part); });
+                [&](auto o) INLINED { operands[o] = operand_at(weights[o] + i, part, left); });
             unrolled<ROWS>([&](auto r) INLINED {
                 const Operand numbers = given[r * row_size + i / BLOCK * OPERANDS + part];
                 unrolled<TILE_OUTPUTS>(
@@ -67,12 +67,9 @@ inline void multiply_tile(const Product& product, int64_t output, int64_t row, b
         if (fetches && i % NUMBERS_PER_LINE == 0)
             unrolled<TILE_OUTPUTS>(
                 [&](auto o) INLINED { __builtin_prefetch(weights[o] + TILE_OUTPUTS * count + i, 0, 2); });
-        add(i, [](const STORED* from, int64_t part) INLINED { return operand_at(from, part); });
+        add(i, BLOCK);
     }
-    if (rest)
-        add(count - rest, [&](const STORED* from, int64_t part) INLINED {
-            return operand_of_first(from, rest, part);
-        });
+    if (rest) add(count - rest, rest);
     unrolled<ROWS>([&](auto r) INLINED {
         REAL numbers[TILE_OUTPUTS];
         sums_of(sums[r], numbers);
@@ -104,9 +101,7 @@ std::vector<Operand> operands_of(const STORED* rows, int64_t num_rows, int64_t n
     for (int64_t row = 0; row < num_rows; row++, rows += num_inputs)
         for (int64_t i = 0; i < num_inputs; i += BLOCK)
             for (int64_t part = 0; part < OPERANDS; part++)
-                operands.push_back(
-                    num_inputs - i < BLOCK ? operand_of_first(rows + i, num_inputs - i, part)
-                                           : operand_at(rows + i, part));
+                operands.push_back(operand_at(rows + i, part, num_inputs - i));
     return operands;
 }
 

@@ -6,6 +6,7 @@
 //
 // Follows pages.h.
 
+#include <algorithm>
 #include <vector>
 
 namespace {
@@ -20,7 +21,7 @@ constexpr int64_t VECTORS = 3;
 enum Mask : int64_t { NONE, BOOLEAN, ADDED };
 
 struct Settings {
-    int64_t num_heads, num_key_heads, key_size, value_size;
+    int64_t key_size, value_size;
     REAL scale, softcap;
     // One number for each query head, or null.
     const STORED* sinks;
@@ -50,21 +51,17 @@ inline void multiply_key(
     REAL (&products)[QUERIES]) {
     const int64_t rest = size % BLOCK;
     Vector sums[QUERIES] = {};
-    const auto add = [&](int64_t i, const auto& part_from) INLINED {
+    const auto add = [&](int64_t i, int64_t left) INLINED {
         unrolled<PARTS>([&](auto part) INLINED {
-            const Vector numbers = part_from(key + i, part);
+            const Vector numbers = part_at(key + i, part, left);
             unrolled<COUNT>([&](auto q) INLINED {
                 const REAL* query = queries + q * row_size + i + part * LANES;
                 sums[q] = fused(lanes_at(query), numbers, sums[q]);
             });
         });
     };
-    for (int64_t i = 0; i < size - rest; i += BLOCK)
-        add(i, [](const STORED* from, int64_t part) INLINED { return part_at(from, part); });
-    if (rest)
-        add(size - rest, [&](const STORED* from, int64_t part) INLINED {
-            return part_of_first(from, rest, part);
-        });
+    for (int64_t i = 0; i < size - rest; i += BLOCK) add(i, BLOCK);
+    if (rest) add(size - rest, rest);
     sums_of(sums, products);
 }
 
@@ -78,9 +75,7 @@ inline void add_values(
         const STORED* value = keys.values[t];
         unrolled<PARTS_AT_ONCE>([&](auto i) INLINED {
             const int64_t number = block + i, start = number / PARTS * BLOCK;
-            const int64_t left = value_size - start, part = number % PARTS;
-            const Vector numbers = left < BLOCK ? part_of_first(value + start, left, part)
-                                                : part_at(value + start, part);
+            const Vector numbers = part_at(value + start, number % PARTS, value_size - start);
             unrolled<COUNT>([&](auto q) INLINED {
                 const Vector weight = Vector{} + weights[q * padded + t - first];
                 own[q][i] = fused(weight, numbers, own[q][i]);
@@ -102,8 +97,8 @@ void attend_queries(
     int64_t first = queries[0].first, last = queries[0].last;
     for (int64_t q = 0; q < COUNT; q++) {
         widen(queries[q].from, key_size, widened.data() + q * row_size);
-        first = queries[q].first < first ? queries[q].first : first;
-        last = queries[q].last > last ? queries[q].last : last;
+        first = std::min(first, queries[q].first);
+        last = std::max(last, queries[q].last);
     }
     const int64_t count = last - first, padded = (count + LANES - 1) / LANES * LANES;
     scores.resize(COUNT * padded + LANES);
@@ -113,7 +108,8 @@ void attend_queries(
         for (int64_t q = 0; q < COUNT; q++) {
             const Query& query = queries[q];
             bool is_seen = t >= query.first && t < query.last;
-            if (is_seen && settings.mask_kind == BOOLEAN) is_seen = query.mask[t * settings.mask_stride] != 0;
+            if (is_seen && settings.mask_kind == BOOLEAN)
+                is_seen = query.mask[t * settings.mask_stride] != 0;
             REAL score = -INFINITE;
             if (is_seen) {
                 score = products[q] * settings.scale;
@@ -143,16 +139,15 @@ void attend_queries(
     const int64_t num_vectors = blocks_of(value_size) * PARTS;
     for (int64_t block = 0; block < num_vectors; block += VECTORS) {
         Vector sums[COUNT][VECTORS] = {};
-        const int64_t left = num_vectors - block;
-        const auto add = [&](auto number) {
-            add_values<COUNT, decltype(number)::value>(
-                scores.data(), padded, keys, first, last, block, value_size, sums);
-        };
-        if (left >= 3) add(std::integral_constant<int64_t, 3>{});
-        else if (left == 2) add(std::integral_constant<int64_t, 2>{});
-        else add(std::integral_constant<int64_t, 1>{});
+        const int64_t num_parts = std::min(VECTORS, num_vectors - block);
+        unrolled<VECTORS>([&](auto index) INLINED {
+            if (index + 1 == num_parts)
+                add_values<COUNT, index + 1>(
+                    scores.data(), padded, keys, first, last, block, value_size, sums);
+        });
         for (int64_t q = 0; q < COUNT; q++)
-            for (int64_t i = 0; i < VECTORS && block + i < num_vectors; i++)
+            // A bound that is known when compiled keeps the sums in registers.
+            for (int64_t i = 0; i < VECTORS && i < num_parts; i++)
                 for (int64_t lane = 0; lane < LANES; lane++) {
                     // A block's parts hold its numbers in turns.
                     const int64_t number =
@@ -188,8 +183,7 @@ extern "C" void attend_masked(
     int64_t num_keys, int64_t key_size, int64_t value_size,
     double scale, double softcap, int64_t is_causal, const STORED* sinks) {
     const Settings settings = {
-        num_heads, num_key_heads, key_size, value_size, REAL(scale), REAL(softcap), sinks,
-        mask_kind, mask_key,
+        key_size, value_size, REAL(scale), REAL(softcap), sinks, mask_kind, mask_key,
     };
     const int64_t group = num_heads / num_key_heads;
     const int64_t mask_size = mask_kind == ADDED ? sizeof(STORED) : 1;
@@ -201,8 +195,7 @@ extern "C" void attend_masked(
     for_each(num_rows * num_key_heads * num_parts, is_much, [&](int64_t item) {
         const int64_t part = item % num_parts, row = item / num_parts / num_key_heads;
         const int64_t head = item / num_parts % num_key_heads;
-        const int64_t start = part * AT_ONCE;
-        const int64_t end = start + AT_ONCE < num_queries ? start + AT_ONCE : num_queries;
+        const int64_t start = part * AT_ONCE, end = std::min(start + AT_ONCE, num_queries);
         Keys own;
         for (int64_t t = 0; t < num_keys; t++) {
             own.keys.push_back(keys + row * key_row + head * key_head + t * key_token);
@@ -236,8 +229,7 @@ extern "C" void attend_paged(const Step* given) {
     const int64_t num_heads = step.num_heads, num_key_heads = step.num_key_heads;
     const int64_t key_size = step.key_size, value_size = step.value_size;
     const Settings settings = {
-        num_heads, num_key_heads, key_size, value_size, REAL(step.scale), REAL(step.softcap), step.sinks,
-        NONE, 0,
+        key_size, value_size, REAL(step.scale), REAL(step.softcap), step.sinks, NONE, 0,
     };
     const int64_t group = num_heads / num_key_heads;
     step.write();
@@ -271,18 +263,17 @@ extern "C" void multiply_batch(
     const bool is_much = num_batches * num_rows * num_inputs * num_outputs > LEAST_FOR_THREADS;
     for_each(num_batches * num_tiles, is_much, [&](int64_t item) {
         const int64_t batch = item / num_tiles, start = item % num_tiles * ROWS;
-        const int64_t count = num_rows - start < ROWS ? num_rows - start : ROWS;
+        const int64_t count = std::min(ROWS, num_rows - start);
         const STORED* rows = left + batch * left_batch + start * left_row;
         const STORED* matrix = right + batch * right_batch;
         STORED* to = outputs + (batch * num_rows + start) * num_outputs;
         for (int64_t n = 0; n < num_outputs; n += BLOCK) {
-            const int64_t width = num_outputs - n < BLOCK ? num_outputs - n : BLOCK;
+            const int64_t width = std::min(BLOCK, num_outputs - n);
             Vector sums[ROWS][PARTS] = {};
             for (int64_t k = 0; k < num_inputs; k++) {
                 const STORED* from = matrix + k * right_row + n;
                 unrolled<PARTS>([&](auto part) INLINED {
-                    const Vector numbers =
-                        width == BLOCK ? part_at(from, part) : part_of_first(from, width, part);
+                    const Vector numbers = part_at(from, part, width);
                     unrolled<ROWS>([&](auto r) INLINED {
                         // Rows past the last are computed as the last one, and not stored.
                         const int64_t own = r < count ? r : count - 1;

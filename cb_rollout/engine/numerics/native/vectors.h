@@ -101,10 +101,11 @@ inline Vector part_at(const Bfloat16* from, int64_t part) {
     return reinterpret_cast<const Vector&>(words);
 }
 
-// Return a part of a block of `count` numbers, padded with zeros.
-inline Vector part_of_first(const STORED* from, int64_t count, int64_t part) {
+// Return a part of a block; with fewer than BLOCK numbers left, it is padded with zeros.
+inline INLINED Vector part_at(const STORED* from, int64_t part, int64_t left) {
+    if (left >= BLOCK) return part_at(from, part);
     STORED numbers[BLOCK] = {};
-    std::memcpy(numbers, from, count * sizeof(STORED));
+    std::memcpy(numbers, from, left * sizeof(STORED));
     return part_at(numbers, part);
 }
 
@@ -118,21 +119,12 @@ constexpr int64_t OPERANDS = MULTIPLIES_STORED ? 1 : PARTS;
 
 typedef std::conditional_t<MULTIPLIES_STORED, Words, Vector> Operand;
 
-inline Operand operand_at(const STORED* from, int64_t part) {
-    Operand operand;
-    if constexpr (MULTIPLIES_STORED) {
-        std::memcpy(&operand, from, sizeof(operand));
-    } else {
-        const Vector numbers = part_at(from, part);
-        std::memcpy(&operand, &numbers, sizeof(operand));
-    }
+// Return an operand of a block; with fewer than BLOCK numbers left, it is padded with zeros.
+inline INLINED Operand operand_at(const STORED* from, int64_t part, int64_t left) {
+    if constexpr (!MULTIPLIES_STORED) return Operand(part_at(from, part, left));
+    Operand operand = {};
+    std::memcpy(&operand, from, left < BLOCK ? left * sizeof(STORED) : sizeof(operand));
     return operand;
-}
-
-inline Operand operand_of_first(const STORED* from, int64_t count, int64_t part) {
-    STORED numbers[BLOCK] = {};
-    std::memcpy(numbers, from, count * sizeof(STORED));
-    return operand_at(numbers, part);
 }
 
 #ifdef __AVX512BF16__
@@ -273,8 +265,7 @@ inline REAL exponentials(REAL* scores, int64_t count, REAL most) {
 inline void widen(const STORED* from, int64_t count, REAL* to) {
     for (int64_t i = 0; i < count; i += BLOCK)
         for (int64_t part = 0; part < PARTS; part++, to += LANES) {
-            const Vector some = count - i < BLOCK ? part_of_first(from + i, count - i, part)
-                                                  : part_at(from + i, part);
+            const Vector some = part_at(from + i, part, count - i);
             std::memcpy(to, &some, sizeof(some));
         }
 }
