@@ -13,7 +13,7 @@ from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.attention.cpu import backend as cpu_backend
 from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
-from cb_rollout.engine.numerics.native import library
+from cb_rollout.engine.numerics import kernels
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE
 
@@ -411,9 +411,7 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch):
         raise RuntimeError("internal compiler error")
 
     monkeypatch.setattr(inductor, "compile_library", fails)
-    monkeypatch.setattr(cpu_backend, "_kernel", cpu_backend._kernel.__wrapped__)
-    monkeypatch.setattr(library, "library", library.library.__wrapped__)
-    monkeypatch.setattr(cpu_backend, "library", library.library)
+    monkeypatch.setattr(cpu_backend, "kernel", kernels.kernel.__wrapped__)
     model = tiny_model("qwen3")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         assert "internal compiler error" in runner_of(generator).backend_selection.reason

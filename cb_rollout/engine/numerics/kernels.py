@@ -1,4 +1,4 @@
-"""Call the C++ kernels whose sums have one order: products and attention.
+"""Compile C++ kernels, and call those whose sums have one order: products and attention.
 
 Nothing here chooses between kernels: the same numbers give the same bits for any number of rows,
 any padding and any number of threads. Any thread may call.
@@ -7,18 +7,38 @@ B: rows or batches, M: rows of a matrix, K: inputs of a product, or heads of key
 query heads, Q: queries, S: keys, D: size of a key, E: size of a value.
 """
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
+from cb_rollout.compat import inductor
 
 # Dtypes of the ordered kernels, which compute in float32.
 DTYPES = (torch.float32, torch.bfloat16)
 
+# The C++ type STORED of each dtype.
+TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16"}
+
+# Types of a kernel's arguments; a tensor is passed as the address of its first number.
+TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
 _STRIDED = (TENSOR, COUNT, COUNT, COUNT)
+_ARGUMENTS = {
+    "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),
+    "multiply_batch": (*_STRIDED, TENSOR, COUNT, COUNT, TENSOR, *(COUNT,) * 4),
+    "attend_masked": (
+        *(_STRIDED * 3),
+        *(TENSOR, TENSOR),
+        *(COUNT,) * 12,
+        *(NUMBER, NUMBER, COUNT, TENSOR),
+    ),
+    "attend_paged": (TENSOR,),
+    "attend": (TENSOR,),
+}
 
 # Forms of a mask, as in ordered.cpp.
 _NONE, _BOOLEAN, _ADDED = range(3)
@@ -29,12 +49,12 @@ def multiply(
 ) -> torch.Tensor:
     """Compute a linear layer, `[B, N]`; each output is one sum over the inputs, in one order.
 
-    All tensors are on a CPU, in one of `native.library.TYPES`; the weight is contiguous.
+    All tensors are on a CPU, in one of `TYPES`; the weight is contiguous.
     """
     rows_BK, bias_N = rows_BK.contiguous(), None if bias_N is None else bias_N.contiguous()
     (B, K), N = rows_BK.shape, weight_NK.shape[0]
     outputs_BN = rows_BK.new_empty(B, N)
-    ordered_kernel(rows_BK.dtype, "multiply")(
+    kernel("multiply", rows_BK.dtype)(
         rows_BK.data_ptr(),
         weight_NK.data_ptr(),
         None if bias_N is None else bias_N.data_ptr(),
@@ -53,7 +73,7 @@ def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Ten
     if right_BKN.stride(2) != 1:
         right_BKN = right_BKN.contiguous()
     outputs_BMN = left_BMK.new_empty(B, M, N)
-    ordered_kernel(left_BMK.dtype, "multiply_batch")(
+    kernel("multiply_batch", left_BMK.dtype)(
         left_BMK.data_ptr(),
         *left_BMK.stride(),
         right_BKN.data_ptr(),
@@ -101,7 +121,7 @@ def attend(
         mask = (mask if form == _BOOLEAN else mask.to(query_BHQD.dtype)).expand(B, H, Q, S)
         strides = mask.stride()
     sinks_H = None if sinks_H is None else sinks_H.to(query_BHQD.dtype).contiguous()
-    ordered_kernel(query_BHQD.dtype, "attend_masked")(
+    kernel("attend_masked", query_BHQD.dtype)(
         *(n for x in states for n in (x.data_ptr(), *x.stride()[:3])),
         outputs_BQHE.data_ptr(),
         None if mask is None else mask.data_ptr(),
@@ -119,23 +139,23 @@ def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-_ARGUMENTS = {
-    "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),
-    "attend_masked": (
-        *(_STRIDED * 3),
-        *(TENSOR, TENSOR),
-        *(COUNT,) * 12,
-        *(NUMBER, NUMBER, COUNT, TENSOR),
-    ),
-    "attend_paged": (TENSOR,),
-    "multiply_batch": (*_STRIDED, TENSOR, COUNT, COUNT, TENSOR, *(COUNT,) * 4),
-}
-
-
 @cache
-def ordered_kernel(dtype: torch.dtype, name: str) -> Callable[..., Any]:
-    """Compile a kernel of `multiply.cpp` or `ordered.cpp`; raise what the compiler raises."""
-    source = "multiply" if name == "multiply" else "ordered"
-    kernel = getattr(library(source, STORED=TYPES[dtype]), name)
-    kernel.argtypes, kernel.restype = _ARGUMENTS[name], None
-    return kernel
+def kernel(name: str, dtype: torch.dtype, **sizes: int) -> Callable[..., Any]:
+    """Compile a kernel of `native/`, once per machine.
+
+    `sizes`: constants of the source, by which the compiler unrolls loops.
+
+    Raises:
+        Exception: what the compiler raises.
+    """
+    source = name if name in ("multiply", "attend") else "ordered"
+    constants = {"STORED": TYPES[dtype], **sizes}
+    lines = [f"#define {constant} {value}" for constant, value in constants.items()]
+    folder = Path(__file__).parent / "native"
+    texts = [(folder / file).read_text() for file in ("vectors.h", "pages.h", f"{source}.cpp")]
+    # Results of the others must not depend on the loop that computed them.
+    contracts = source == "attend"
+    library = inductor.compile_library("\n".join([*lines, *texts]), contracts=contracts)
+    function = getattr(library, name)
+    function.argtypes, function.restype = _ARGUMENTS[name], None
+    return function

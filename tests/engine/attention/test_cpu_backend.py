@@ -19,7 +19,7 @@ from cb_rollout.engine.attention.decode_cache import (
 )
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec, TensorSpec
 from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
-from cb_rollout.engine.numerics.native.library import TYPES
+from cb_rollout.engine.numerics.kernels import TYPES
 
 CPU = torch.device("cpu")
 # Rounding of outputs of order one.

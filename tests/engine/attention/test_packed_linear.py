@@ -11,7 +11,7 @@ from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import kernels
-from cb_rollout.engine.numerics.native.library import TYPES
+from cb_rollout.engine.numerics.kernels import TYPES
 
 # Rounding of sums of a few hundred numbers of order one.
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-13, torch.bfloat16: 2**-8}
@@ -336,8 +336,8 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
     def fails(*_, **__):
         raise OSError("no room for a library")
 
-    monkeypatch.setattr(kernels, "library", fails)
-    kernels.ordered_kernel.cache_clear()
+    monkeypatch.setattr(kernels.inductor, "compile_library", fails)
+    kernels.kernel.cache_clear()
     packed_linear.has_kernel.cache_clear()
     packed_linear.has_kernel(dtype)
     rows, weight = numbers(2, 20, dtype=dtype), numbers(7, 20, dtype=dtype)

@@ -9,7 +9,6 @@ B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: 
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -39,8 +38,14 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.kernels import ordered_kernel, with_unit_stride
-from cb_rollout.engine.numerics.native.library import COUNT, NUMBER, TENSOR, TYPES, library
+from cb_rollout.engine.numerics.kernels import (
+    COUNT,
+    NUMBER,
+    TENSOR,
+    TYPES,
+    kernel,
+    with_unit_stride,
+)
 
 aten = torch.ops.aten
 
@@ -274,9 +279,11 @@ def attend(
     states, blocks = (with_unit_stride(query_BH1D), key_BK1D, value_BK1E), table.blocks
     if operators.are_installed():
         # The order of sums is that of `kernels.attend`.
-        kernel = ordered_kernel(query_BH1D.dtype, "attend_paged")
+        attend_step = kernel("attend_paged", query_BH1D.dtype)
     else:
-        kernel = _kernel(query_BH1D.dtype, H, K, D, E)
+        # Known sizes let the compiler unroll loops.
+        sizes = {"NUM_HEADS": H, "NUM_KEY_HEADS": K, "KEY_SIZE": D, "VALUE_SIZE": E}
+        attend_step = kernel("attend", query_BH1D.dtype, **sizes)
     step = Step(
         *(n for x in states for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))),
         *(x.data_ptr() for x in (outputs_B1HE, *pages)),
@@ -286,17 +293,5 @@ def attend(
         *(spec.scale, spec.softcap or 0.0, spec.window or 0),
         None if sinks_H is None else sinks_H.data_ptr(),
     )
-    kernel(ctypes.byref(step))
+    attend_step(ctypes.byref(step))
     return outputs_B1HE
-
-
-@cache
-def _kernel(
-    dtype: torch.dtype, num_heads: int, num_key_heads: int, key_size: int, value_size: int
-) -> Any:
-    """Compile the kernel for states of one shape: known sizes let the compiler unroll loops."""
-    sizes = {"NUM_HEADS": num_heads, "NUM_KEY_HEADS": num_key_heads}
-    sizes |= {"KEY_SIZE": key_size, "VALUE_SIZE": value_size}
-    kernel = library("attend", STORED=TYPES[dtype], **sizes).attend
-    kernel.argtypes, kernel.restype = (TENSOR,), None
-    return kernel

@@ -23,7 +23,7 @@ from cb_rollout.compat import inductor
 from cb_rollout.compat.torch import multiplies_bfloat16
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.kernels import multiply, ordered_kernel
+from cb_rollout.engine.numerics.kernels import kernel, multiply
 from cb_rollout.errors import error_text
 
 # So few rows are multiplied as fast by a kernel that reads the weight as it is.
@@ -243,7 +243,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     if inductor.compiler_obstacle():
         return False
     try:
-        ordered_kernel(dtype, "multiply")
+        kernel("multiply", dtype)
     except Exception as error:  # noqa: BLE001  a library computes the same
         _LOGGER.warning("products of few rows run without a kernel: %s", error_text(error))
         return False

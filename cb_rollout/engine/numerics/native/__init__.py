@@ -1,1 +1,0 @@
-"""Own the C++ kernels, and compile them once per machine."""
