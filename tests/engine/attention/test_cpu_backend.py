@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_attention import softmax_attention
 
-from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention, attend
+from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
 from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
     DecodeLayer,
@@ -43,8 +43,18 @@ class Rows:
             (table_row, index) for table_row in range(num_table_rows) for index in range(width)
         ]
         self.table.write([(*entry, block) for entry, block in zip(entries, blocks, strict=True)])
-        num_slots = (num_table_rows * width + 1) * block_size
-        self.pages = [torch.randn(num_slots, self.K * size).to(dtype) for size in (self.D, self.E)]
+        spec = LayerSpec(*(TensorSpec((self.K, size), dtype) for size in (self.D, self.E)))
+        self.layer = DecodeLayer(0, spec, CPU)
+        self.cache = PagedCache(
+            CacheLayout((spec,)),
+            num_blocks=num_table_rows * width + 1,
+            block_size=block_size,
+            num_table_rows=num_table_rows,
+            device=CPU,
+        )
+        self.pages = self.cache.layers[0].pages
+        for pages in self.pages:
+            pages.copy_(torch.randn(pages.shape))
         B = len(lengths)
         self.query, self.key, self.value = (
             torch.randn(B, heads, 1, size).to(dtype)
@@ -52,8 +62,8 @@ class Rows:
         )
 
     def attend(self, spec):
-        where = self.pages, self.table, self.table_rows_B, self.lengths_B
-        return attend(self.query, self.key, self.value, *where, spec)
+        attention = CpuPagedAttention(self.cache, self.table, self.table_rows_B, self.lengths_B)
+        return attention.attend(self.layer, self.query, self.key, self.value, spec)
 
     def history(self, row):
         """Keys and values of one row as its pages have them now."""

@@ -7,7 +7,7 @@ B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: 
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -225,7 +225,10 @@ class CpuBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class CpuPagedAttention:
-    """Attend over the pages of one decode step; a `PagedAttention`."""
+    """Attend over the pages of one decode step; a `PagedAttention`.
+
+    Table rows and lengths are int64; a length counts the new token.
+    """
 
     cache: PagedCache
     table: BlockTable
@@ -248,50 +251,27 @@ class CpuPagedAttention:
                 f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
                 f"and its pages {kept} and {layer.value_dtype}"
             )
-        query, key, value = (tensor.to(kept) for tensor in states)
-        paged = self.cache.layers[layer.index]
+        query, key, value = with_unit_stride(query.to(kept)), key.to(kept), value.to(kept)
+        (B, H, _, D), (_, K, _, E) = query.shape, value.shape
+        outputs_B1HE = query.new_empty(B, 1, H, E)
+        sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(kept).contiguous()
+        if operators.are_installed():
+            # The order of sums is that of `kernels.attend`.
+            attend_step = kernel("attend_paged", kept)
+        else:
+            # Compiled at the first call for states of a new shape; known sizes unroll loops.
+            sizes = {"NUM_HEADS": H, "NUM_KEY_HEADS": K, "KEY_SIZE": D, "VALUE_SIZE": E}
+            attend_step = kernel("attend", kept, **sizes)
+        paged, table, blocks = self.cache.layers[layer.index], self.table, self.table.blocks
         assert isinstance(paged, PagedLayer)
-        rows = self.table_rows_B, self.lengths_B
-        return attend(query, key, value, paged.pages, self.table, *rows, spec)
-
-
-def attend(
-    query_BH1D: torch.Tensor,
-    key_BK1D: torch.Tensor,
-    value_BK1E: torch.Tensor,
-    pages: Sequence[torch.Tensor],
-    table: BlockTable,
-    table_rows_B: torch.Tensor,
-    lengths_B: torch.Tensor,
-    spec: AttentionSpec,
-) -> torch.Tensor:
-    """Write each row's newest key and value, and attend over all of its keys.
-
-    All states have the dtype of the pages, `[P, K x D]` and `[P, K x E]`. Table rows and lengths
-    are int64; a length counts the new token. Returns `[B, 1, H, E]`.
-
-    Raises:
-        Exception: what the compiler raises, at the first call for states of a new shape.
-    """
-    (B, H, _, D), (_, K, _, E) = query_BH1D.shape, value_BK1E.shape
-    outputs_B1HE = query_BH1D.new_empty(B, 1, H, E)
-    sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(query_BH1D.dtype).contiguous()
-    states, blocks = (with_unit_stride(query_BH1D), key_BK1D, value_BK1E), table.blocks
-    if operators.are_installed():
-        # The order of sums is that of `kernels.attend`.
-        attend_step = kernel("attend_paged", query_BH1D.dtype)
-    else:
-        # Known sizes let the compiler unroll loops.
-        sizes = {"NUM_HEADS": H, "NUM_KEY_HEADS": K, "KEY_SIZE": D, "VALUE_SIZE": E}
-        attend_step = kernel("attend", query_BH1D.dtype, **sizes)
-    step = Step(
-        *(n for x in states for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))),
-        *(x.data_ptr() for x in (outputs_B1HE, *pages)),
-        *(blocks.data_ptr(), blocks.shape[1], table.block_size),
-        *(table_rows_B.data_ptr(), lengths_B.data_ptr()),
-        *(B, H, K, D, E),
-        *(spec.scale, spec.softcap or 0.0, spec.window or 0),
-        None if sinks_H is None else sinks_H.data_ptr(),
-    )
-    attend_step(ctypes.byref(step))
-    return outputs_B1HE
+        step = Step(
+            *(n for x in (query, key, value) for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))),
+            *(x.data_ptr() for x in (outputs_B1HE, *paged.pages)),
+            *(blocks.data_ptr(), blocks.shape[1], table.block_size),
+            *(self.table_rows_B.data_ptr(), self.lengths_B.data_ptr()),
+            *(B, H, K, D, E),
+            *(spec.scale, spec.softcap or 0.0, spec.window or 0),
+            None if sinks_H is None else sinks_H.data_ptr(),
+        )
+        attend_step(ctypes.byref(step))
+        return outputs_B1HE
