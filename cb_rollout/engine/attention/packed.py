@@ -164,7 +164,13 @@ class PackedAttention:
             ConfigurationError: the model's attention cannot be computed in segments.
         """
         self.num_calls += 1
-        self._require_packed(query, key, attention_mask, kwargs)
+        sizes = query.shape[0], query.shape[2], key.shape[2]
+        if sizes != (1, self._num_tokens, self._num_keys):
+            raise ConfigurationError("its attention sees other tokens than the packed ones")
+        if attention_mask is not None and attention_mask.numel() > 1:
+            raise ConfigurationError("its attention makes a mask of its own")
+        if kwargs.get("position_bias") is not None:
+            raise ConfigurationError("its attention adds a bias by position")
         window = hf_compat.attention_window(module, kwargs, self._longest)
         implementation = hf_compat.attention_implementation(module)
         if implementation == "sdpa" and torch.is_autocast_enabled(query.device.type):
@@ -196,22 +202,6 @@ class PackedAttention:
             )
             outputs.append(_chosen(output_CQHD.flatten(0, 1), bucket.kept))
         return _chosen(torch.cat(outputs), order)[None], None
-
-    def _require_packed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Raise `ConfigurationError` for attention that segments do not define."""
-        sizes = query.shape[0], query.shape[2], key.shape[2]
-        if sizes != (1, self._num_tokens, self._num_keys):
-            raise ConfigurationError("its attention sees other tokens than the packed ones")
-        if attention_mask is not None and attention_mask.numel() > 1:
-            raise ConfigurationError("its attention makes a mask of its own")
-        if kwargs.get("position_bias") is not None:
-            raise ConfigurationError("its attention adds a bias by position")
 
     def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Return a bucket's mask, (C, 1, Q, K): True or 0 where a key is seen."""

@@ -16,8 +16,7 @@ import logging
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -333,16 +332,13 @@ class Trace:
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attend: PagedAttention
     ) -> torch.Tensor:
         """Return float32 logits, `[B, V]`."""
-
-        def attend_in_call(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
-        ) -> torch.Tensor:
-            layer, spec = self._calls[call]
-            return attend(layer, query, key, value, spec)
-
-        # Only operators run here, so no inference tensor outlives the call.
-        with torch.inference_mode(), _attending(attend_in_call):
-            return self._compute(tokens_B1, positions_B1, *self._weights)
+        _ATTENTION.attend, _ATTENTION.calls = attend, self._calls
+        try:
+            # Only operators run here, so no inference tensor outlives the call.
+            with torch.inference_mode():
+                return self._compute(tokens_B1, positions_B1, *self._weights)
+        finally:
+            _ATTENTION.attend = _ATTENTION.calls = None
 
     def _try(self, traceable: Traceable, tried_rows: Sequence[int]) -> None:
         """Raise `UntraceableError` if the trace and the model differ by more than rounding.
@@ -429,21 +425,12 @@ def _lift_weights(module: fx.GraphModule) -> list[torch.Tensor]:
     return weights
 
 
-@contextmanager
-def _attending(function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Have `cb_rollout::attend` call a function, in this thread."""
-    _ATTENTION.function = function
-    try:
-        yield
-    finally:
-        _ATTENTION.function = None
-
-
 def call_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: int
 ) -> torch.Tensor:
-    """Compute the `call`-th attention of a trace; only inside of `_attending`."""
-    return _ATTENTION.function(query, key, value, call)
+    """Compute the `call`-th attention of the trace that this thread runs."""
+    layer, spec = _ATTENTION.calls[call]
+    return _ATTENTION.attend(layer, query, key, value, spec)
 
 
 torch.library.define(
