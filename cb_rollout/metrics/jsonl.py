@@ -48,13 +48,18 @@ def append_lines(file: FileIO, lines: bytes) -> None:
         raise
 
 
-def read_records(path: Path, parse: Callable[[Any], T], noun: str) -> Iterator[T]:
-    """Yield what `parse` makes of each whole JSON line; `ConfigurationError`: one is no `noun`."""
+def read_records(
+    path: Path, parse: Callable[[Any], T], noun: str, *, is_complete: bool = False
+) -> Iterator[T]:
+    """Yield what `parse` makes of each JSON line; `ConfigurationError`: one is no `noun`.
+
+    A last line without its newline is half-written, and left out, unless the file `is_complete`.
+    """
     if not path.is_file():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
+            if not (is_complete or line.endswith(b"\n")):
                 return
             try:
                 record = parse(json.loads(line))

@@ -6,7 +6,7 @@ K: completion tokens of a batch, H: hidden size, V: vocabulary.
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from numbers import Real
@@ -30,6 +30,7 @@ from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
+from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.packing.batch import (
     PackedBatch,
@@ -57,7 +58,7 @@ _REPLACING = threading.RLock()
 
 def packed_logprobs(
     model: torch.nn.Module,
-    outputs: Iterable[GenerationOutput],
+    outputs: Iterable[GenerationOutput] | Mapping[str, GenerationOutput],
     *,
     temperature: float | None = None,
 ) -> list[torch.Tensor]:
@@ -72,13 +73,14 @@ def packed_logprobs(
 
     Threads that call this wait for each other. Nothing else may run the model meanwhile, not even
     a rollout in another thread. Outputs that were sampled with `router_replay=True` take the same
-    experts again.
+    experts again, and those with `sampling_mask="replay"` are scored over the ids that truncation
+    kept.
 
     Args:
         model: a transformers causal language model, plain or wrapped by PEFT, DDP or accelerate,
             on one device.
-        outputs: a rollout's outputs, with `prompt_ids` and `generated_tokens`, and the `images` of
-            their prompts.
+        outputs: a rollout's outputs, or the dict of them that it returned, with `prompt_ids` and
+            `generated_tokens`, and the `images` of their prompts.
         temperature: divides the logits, above 0. None: the one that each output was sampled with,
             its `temperature`.
 
@@ -91,7 +93,7 @@ def packed_logprobs(
         ConfigurationError: a temperature is not a finite number above 0; the model has no
             language-model head, is an encoder-decoder, or is not whole on one device.
     """
-    outputs = list(outputs)
+    outputs = list(outputs.values() if isinstance(outputs, Mapping) else outputs)
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)
     if is_sharded(inner):
@@ -144,6 +146,7 @@ def _row(output: GenerationOutput, vocab_size: int, temperature: float) -> Packe
         list(map(index, output.prompt_ids)),
         list(map(index, output.generated_tokens)),
         getattr(output, "routed_experts", None),
+        sampling_mask=getattr(output, "kept_token_ids", None),
         temperature=temperature,
     )
     if not row.prompt_ids:
@@ -217,10 +220,13 @@ def _scored(
         hidden_1KH = taken[0].last_hidden_state
         temperatures = [rows[number].temperature for number, _ in batch.scored]
         temperatures_K = to_device(temperatures, device, torch.float32)
+        masks = ((rows[number].sampling_mask, t) for number, t in batch.scored)
+        kept = [mask and mask[t] for mask, t in masks]
         chunks = zip(
             hidden_1KH.split(CHUNK_TOKENS, dim=1),
             batch.labels_K.split(CHUNK_TOKENS),
             temperatures_K.split(CHUNK_TOKENS),
+            (kept[n : n + CHUNK_TOKENS] for n in range(0, len(kept), CHUNK_TOKENS)),
             strict=True,
         )
         parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
@@ -244,20 +250,32 @@ def _chunk(
     hidden_1KH: torch.Tensor,
     labels_K: torch.Tensor,
     temperatures_K: torch.Tensor,
+    kept: Sequence[Any],
 ) -> torch.Tensor:
-    """Return the log-probabilities of labels by the model's own head on these hidden states."""
+    """Return the log-probabilities of labels by the model's own head on these hidden states.
+
+    `kept`: the ids that each label was sampled from; None: the whole vocabulary.
+    """
     with _REPLACING, hf_compat.giving_hidden_states(inner, output_type, hidden_1KH):
         settings = {"use_cache": False, **without_router_logits(inner)}
         logits_KV = own_forward(input_ids=labels_K[None], **settings).logits[0]
-    return chosen_logprobs(logits_KV.float() / temperatures_K[:, None], labels_K)
+    logits_KV = logits_KV.float() / temperatures_K[:, None]
+    logprobs_K = chosen_logprobs(logits_KV, labels_K)
+    masks = {k: ids for k, ids in enumerate(kept) if ids is not None}
+    if not masks:
+        return logprobs_K
+    masked_M = to_device([*masks], labels_K.device)
+    own_M, _ = masked_logprobs(logits_KV[masked_M], labels_K[masked_M], [*masks.values()], 1.0)
+    return logprobs_K.index_copy(0, masked_M, own_M)
 
 
 def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayout, str]:
     """Return the first layout that agrees with the plain forward, and why the one before does not.
 
-    At temperature 1: a lower temperature multiplies the rounding.
+    At temperature 1, over the vocabulary: a lower temperature multiplies the rounding.
     """
-    rows = [row._replace(temperature=1.0) for row in representative(rows)[1]]
+    plain = {"temperature": 1.0, "sampling_mask": None}
+    rows = [row._replace(**plain) for row in representative(rows)[1]]
     num_tokens = sum(row.num_tokens for row in rows)
     runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
     reason = ""

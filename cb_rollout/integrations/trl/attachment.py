@@ -187,7 +187,9 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
         )
     if getattr(trainer, "use_vllm", False):
         if isinstance(getattr(trainer, "vllm_generation", None), GenerationBackend):
-            raise ConfigurationError("cb_rollout is attached to this trainer already.")
+            raise ConfigurationError(
+                "cb_rollout is attached to this trainer already; call detach(trainer) before."
+            )
         raise ConfigurationError(
             "the trainer was made with use_vllm=True; leave it False and attach again."
         )

@@ -4,6 +4,7 @@ Owns the generator of an attached trainer, the context of the rollout in progres
 change made on the trainer, so that `close` undoes them all. Called by the trainer, on its thread.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -69,25 +70,28 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
             f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
             "prompt itself, num_generations times; take it out."
         )
+    generation_config = _generation_config(trainer)
     if isinstance(config, SavedRollouts):
         replays = config.config.router_replay
         routers = routers_of(unwrap(trainer.model)) if replays else None
-        config.open(trainer.accelerator.process_index, trainer.generation_config, routers)
+        config.open(trainer.accelerator.process_index, generation_config, routers)
         return config
     if isinstance(config, RolloutPool):
-        generator = PooledGenerator(config, trainer.model, trainer.generation_config)
+        generator = PooledGenerator(config, trainer.model, generation_config)
     else:
         generator = RolloutGenerator(
             trainer.model,
             as_trainers_config(config, trainer.args.seed),
             tokenizer=trainer.processing_class,
-            generation_config=trainer.generation_config,
+            generation_config=generation_config,
             accelerator=trainer.accelerator,
             optimizer=_optimizer(trainer),
         )
     names, limits = ("max_completion_length", "max_new_tokens"), generator.manager.limits
     name = next(name for name in names if hasattr(trainer.args, name))
     length = getattr(trainer.args, name)
+    if length is None:
+        raise ConfigurationError(f"{name}=None sets no end; give the trainer's config a number.")
     holders = ("the model takes", limits.max_positions), ("a cache has", limits.max_cached_tokens())
     for holder, limit in holders:
         if limit is not None and length >= limit:
@@ -97,6 +101,16 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
                 "num_blocks or max_memory_percent."
             )
     return generator
+
+
+def _generation_config(trainer: Any) -> Any:
+    """Return the trainer's config; what it leaves open the model's says, as in `model.generate`."""
+    config = copy.deepcopy(trainer.generation_config)
+    if (own := getattr(unwrap(trainer.model), "generation_config", None)) is not None:
+        # Lengths are the trainer's.
+        settings = {n: v for n, v in own.to_dict().items() if n not in ("max_length", "max_time")}
+        config.update(**settings, defaults_only=True)
+    return config
 
 
 def _optimizer(trainer: Any) -> Any:

@@ -6,11 +6,11 @@ Owns the names of the fields. Prompts that were recorded as text are tokenised h
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, abbreviated
 from cb_rollout.metrics.jsonl import read_records
 from cb_rollout.metrics.run_records import chosen_run, iterate_rollouts, list_runs
 from cb_rollout.rollout.prompts import encoded
@@ -39,9 +39,14 @@ def read_rollouts(
     a directory, and its last step with sequences. `temperature` is of lines that do not say theirs.
     `ConfigurationError`: there are no such sequences, or a line is none.
     """
+    if not Path(path).exists():
+        raise ConfigurationError(f"{path} does not exist; name a run's directory or a file.")
     if Path(path).is_dir():
         run = chosen_run(list_runs(path), run_id)
         step = max(run.num_sequences, default=0) if step is None else step
+        if run.num_sequences and step not in run.num_sequences:
+            steps = abbreviated([str(own) for own in sorted(run.num_sequences)])
+            raise ConfigurationError(f"{path} has no sequence of step {step}, but of {steps}.")
         outputs = [
             GenerationOutput(
                 record.request_id,
@@ -55,8 +60,13 @@ def read_rollouts(
             if record.logprobs and all(map(math.isfinite, record.logprobs))
         ]
     else:
-        parse = partial(_of_line, tokenizer=tokenizer, temperature=temperature)
-        outputs = [own for line in read_records(Path(path), parse, "rollout") for own in line]
+        numbers = count(1)
+
+        def parse(row: Mapping[str, Any]) -> list[GenerationOutput]:
+            return _of_line(row, f"line {next(numbers)}", tokenizer, temperature)
+
+        lines = read_records(Path(path), parse, "rollout", is_complete=True)
+        outputs = [own for line in lines for own in line]
     if not outputs:
         raise ConfigurationError(
             f"{path} holds no sequence with token ids and log-probabilities; record some "
@@ -65,7 +75,9 @@ def read_rollouts(
     return outputs
 
 
-def _of_line(row: Mapping[str, Any], tokenizer: Any, temperature: float) -> list[GenerationOutput]:
+def _of_line(
+    row: Mapping[str, Any], line: str, tokenizer: Any, temperature: float
+) -> list[GenerationOutput]:
     """Return the sequences of one line: one, or a choice each of an OpenAI answer."""
     outputs = []
     for index, choice in enumerate(row.get("choices", [row])):
@@ -74,7 +86,7 @@ def _of_line(row: Mapping[str, Any], tokenizer: Any, temperature: float) -> list
         if tokens and logprobs:
             ids: Any = _first(own, PROMPT_IDS)
             ids = encoded([_first(own, PROMPT)], tokenizer)[0] if ids is None else ids
-            name = str(own.get("request_id", own.get("id", "")))
+            name = str(own.get("request_id", own.get("id", line)))
             name = f"{name}-{own.get('sample', index)}"
             used = own.get("temperature", temperature)
             outputs.append(GenerationOutput(name, list(ids), tokens, logprobs, temperature=used))

@@ -45,8 +45,11 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     worst, rows, model = Level.OK, [], arguments.model or arguments.named_model
     given = arguments.dtype, arguments.max_memory_percent
     if arguments.gpu_gib is not None:
-        if model is None or min(arguments.lora, arguments.loss_tokens) < 0:
-            raise ConfigurationError("--gpu-gib takes a --model, and no number below 0.")
+        if model is None:
+            raise ConfigurationError("--gpu-gib takes a MODEL, whose config it reads.")
+        for option in ("lora", "loss_tokens"):
+            if (value := getattr(arguments, option)) < 0:
+                raise ConfigurationError(f"{option}={value} is below 0.")
         if not 0 < arguments.gpu_gib < math.inf:
             raise ConfigurationError(f"--gpu-gib {arguments.gpu_gib} is not a GPU's memory in GiB.")
         sizes = arguments.gpu_gib, arguments.lora, arguments.loss_tokens
