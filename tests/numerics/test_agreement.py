@@ -1,9 +1,11 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from cb_rollout.engine.numerics.agreement import agrees, references, rounding_noise
+from cb_rollout.engine.numerics.agreement import agrees, computed_in, references, rounding_noise
+from cb_rollout.errors import ConfigurationError
 
 P, V = 6, 500
 
@@ -69,6 +71,17 @@ def test_excluded_tokens_are_equal_and_no_noise(lowest):
     noise = rounding_noise(exact, other, torch.float32)
     assert agrees(rounded(exact, 1, 1e-7), exact, noise)
     assert not agrees(exact + 1e-2, exact, noise)
+
+
+@pytest.mark.parametrize("mistake", [TypeError, NameError, UnboundLocalError])
+def test_a_mistake_in_code_is_no_refusal_of_a_precision(mistake):
+    def compute(error):
+        raise error("'nothing' is not defined")
+
+    with pytest.raises(mistake, match="nothing"):
+        computed_in(torch.float64, partial(compute, mistake))
+    refusals = (NotImplementedError, torch.OutOfMemoryError, ConfigurationError)
+    assert [computed_in(torch.float64, partial(compute, own)) for own in refusals] == [None] * 3
 
 
 def test_16_bits_are_compared_in_float32_first():

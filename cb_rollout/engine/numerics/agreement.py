@@ -178,11 +178,13 @@ def references(
 def computed_in(
     dtype: torch.dtype, compute: Callable[[], T], precisely: Precisely = higher_precision
 ) -> T | None:
-    """Return what `compute` does in a higher precision; None: it fails there."""
+    """Return what `compute` does in a higher precision; None: the model refuses it."""
     try:
         with precisely(dtype):
             return compute()
-    except Exception:  # noqa: BLE001 - an operator may exist in one precision alone
+    except (TypeError, NameError):
+        raise
+    except Exception:  # noqa: BLE001 - a model, or a kernel's compiler, may refuse one precision
         return None
 
 
