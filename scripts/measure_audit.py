@@ -3,6 +3,7 @@
 python scripts/measure_audit.py                                    # tiny models: minutes
 python scripts/measure_audit.py --real                             # SmolLM2-135M-Instruct too
 python scripts/measure_audit.py --engine manager --families --real # another engine, SmolLM2 alone
+python scripts/measure_audit.py --engine images                    # tiny models that read images
 python scripts/measure_audit.py --clean 100 --engine ours          # rollouts without a fault
 
 Writes `docs/benchmarks/audit_cpu.json`, where rows of other calls stay; then run
@@ -14,6 +15,7 @@ the environment of `CB_ROLLOUT_VLLM_PYTHON`, and, without a fault, this package'
 import argparse
 import copy
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,10 +39,13 @@ from transformers import (
 from audit_engines import transformers_manager, vllm
 from benchmarks.harness.records import describe_machine
 from cb_rollout import GenerationOutput, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.compat.multimodal import placeholder_token_ids
 from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import Cause
+from cb_rollout.rollout.prompts import encoded
 
-BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "docs" / "benchmarks"
 
 NUM_NEW = 24
 
@@ -79,6 +84,8 @@ class Engine:
     """True: keys are computed again after that."""
     rotation: int = 0
     """Places by which each number stands behind its token."""
+    reread: Callable[[list[int]], list[int]] = lambda tokens: tokens
+    """Changes the sampled tokens on their way to the trainer."""
 
     @torch.no_grad()
     def sample(
@@ -118,6 +125,7 @@ class Engine:
             tokens.append(token)
             ids.append(token)
         logprobs = logprobs[-self.rotation :] + logprobs[: -self.rotation]
+        tokens = self.reread(tokens)
         return GenerationOutput(name, prompt, tokens, logprobs, temperature=self.temperature)
 
     def _run(
@@ -152,6 +160,8 @@ class Setting:
     targets: Sequence[str]
     """Layers that the adapter changes."""
     tokenizer: Any = None
+    other_tokenizer: Any = None
+    """Another one for words of the same text; None: there is none."""
 
     @property
     def is_short(self) -> bool:
@@ -386,6 +396,8 @@ def prompts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
     )
     twice = replace(own, edit=partial(rendered_again, s.tokenizer))
     yield "chat template twice", Cause.TEMPLATE_TWICE, twice, with_tokenizer
+    if s.other_tokenizer is not None:
+        yield from other_tokenizers(s, with_tokenizer)
     rope = s.model.config.rope_parameters if "llama" in s.name else {}
     if rope.get("rope_type") == "longrope":
         long = copy.deepcopy(s.model)
@@ -400,6 +412,26 @@ def prompts(s: Setting, versions: dict[str, Any]) -> Iterator[Any]:
             replace(own, offset=lambda n, longest: longest - n),
             versions,
         )
+
+
+def other_tokenizers(s: Setting, arguments: dict[str, Any]) -> Iterator[Any]:
+    """Yield an engine whose tokenizer has one token more, so that later ids are shifted."""
+    own, other = s.tokenizer, s.other_tokenizer
+    (added,) = {*other.get_vocab()} - {*own.get_vocab()}
+    added_id = other.convert_tokens_to_ids(added)
+    arguments = {**arguments, "tokenizers": {"revision 2": other}}
+
+    def read_by(tokenizer: Any, ids: list[int], by: Any) -> list[int]:
+        return by(text=tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+
+    def without_added(logits: Logits, ids: list[int]) -> Logits:
+        # The trainer's tokenizer has no token for its text.
+        return logits.index_fill(0, torch.tensor([added_id]), -torch.inf)
+
+    shifted = Engine(s.model, edit=lambda prompt, _: read_by(own, prompt, other))
+    yield "another tokenizer", Cause.OTHER_TOKENIZER, shifted, arguments
+    text = replace(shifted, draws=without_added, reread=lambda ids: read_by(other, ids, own))
+    yield "another tokenizer, completions as text", Cause.OTHER_TOKENIZER, text, arguments
 
 
 # Like a default RoPE up to 256 positions, which no sequence here reaches.
@@ -424,9 +456,12 @@ LAST = {"gpt2": ".h.2."}
 SHARPNESS = 3.0
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a tokenizer of words, one for each id below 256; the first four are special."""
-    words = ["<pad>", "<eos>", "<bos>", "<turn>", *(f"w{number}" for number in range(4, 256))]
+def tiny_tokenizer(*added: str) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of words, one for each id below 256; the first four are special.
+
+    Words that are added come after those, and take the place of the last ones.
+    """
+    words = ["<pad>", "<eos>", "<bos>", "<turn>", *added, *(f"w{n}" for n in range(4, 256))][:256]
     backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
     backend.pre_tokenizer = WhitespaceSplit()
     # Another spelling of a word: ids do not survive text.
@@ -478,6 +513,7 @@ def tiny_setting(family: str, dtype: torch.dtype) -> Setting:
         bos=2,
         pad=0,
         tokenizer=tiny_tokenizer(),
+        other_tokenizer=tiny_tokenizer("added"),
     )
 
 
@@ -561,10 +597,130 @@ def vllm_faults(s: Setting) -> Iterator[Fault]:
         yield "adapter not loaded", Cause.NO_ADAPTER, partial(sample, seed=0), versions
 
 
-FAULTS_OF = {"loop": loop_faults, "manager": manager_faults, "vllm": vllm_faults}
+@dataclass(frozen=True)
+class VisionSetting:
+    """A model that reads images, and prompts of one picture each, twice."""
+
+    name: str
+    model: Model
+    old: Model
+    """Before some updates."""
+    processor: Any
+    chats: list[list[dict[str, Any]]]
+    prompts: list[GenerationOutput]
+    """Prompts with their images, as an engine of this package returns them."""
+    tensors: list[list[dict[str, torch.Tensor]]]
+    """Results of the processor for each prompt, with each picture in place of its own."""
+
+    def sample(
+        self,
+        num_new: int = NUM_NEW,
+        seed: int = 0,
+        model: Model = None,
+        pictures: Sequence[int] | None = None,
+        is_ignored: bool = False,
+        without: frozenset[int] = frozenset(),
+    ) -> list[GenerationOutput]:
+        """Return completions by plain forwards of transformers.
+
+        `pictures` are read in place of 0, 1, ...; if they are ignored, the forward has the ids
+        alone, but for those `without` which the prompt is read.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        order = range(len(self.tensors)) if pictures is None else pictures
+        # A sampled one would stand for a part of an image.
+        placeholders = [*placeholder_token_ids(self.model)]
+        outputs = []
+        for number, prompt in enumerate(self.prompts):
+            number = number // 2
+            tensors = dict(self.tensors[number][order[number]])
+            if is_ignored:
+                ids = [t for t in tensors["input_ids"][0].tolist() if t not in without]
+                tensors = {"input_ids": torch.tensor([ids])}
+            tokens, logprobs = [], []
+            for _ in range(num_new):
+                logits = self._logits(model or self.model, tensors, [*tokens, 0])
+                drawn = logits.softmax(-1).index_fill(0, torch.tensor(placeholders), 0)
+                token = int(torch.multinomial(drawn, 1, generator=generator))
+                logprobs.append(float(logits.log_softmax(-1)[token]))
+                tokens.append(token)
+            outputs.append(replace(prompt, generated_tokens=tokens, logprobs=logprobs))
+        return outputs
+
+    @staticmethod
+    def _logits(model: Model, tensors: dict[str, torch.Tensor], tokens: list[int]) -> Logits:
+        from tiny_vision import plain_logits
+
+        return plain_logits(model, tensors, tokens)[-1].float()
 
 
-def run(s: Setting, engine: str, numbers: slice) -> list[dict[str, Any]]:
+def vision_setting(family: str, dtype: torch.dtype) -> VisionSetting:
+    """Make a tiny random model that reads images."""
+    tests = str(ROOT / "tests")
+    if tests not in sys.path:
+        sys.path.append(tests)
+    from tiny_vision import picture, tiny_vision_model
+
+    model, processor = tiny_vision_model(family)
+    model = model.to(dtype)
+    # Two of one size and two of others, which may take another number of tokens.
+    pictures = [picture(1), picture(2), picture(3, (64, 24)), picture(4, (30, 60))]
+
+    def chat(number: int, image: Any) -> list[dict[str, Any]]:
+        text = " ".join(f"w{20 + (7 * number + n) % 120}" for n in range(4 + number))
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+        return [{"role": "w30", "content": parts}]
+
+    def processed(messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return processor.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+
+    numbers, placeholders = range(len(pictures)), placeholder_token_ids(model)
+    chats = [chat(number, pictures[number]) for number in numbers]
+    prompts = [
+        GenerationOutput(f"r{number}.{sample}", own.token_ids, images=own.images(placeholders))
+        for number, own in enumerate(encoded(chats, processor))
+        for sample in range(2)
+    ]
+    tensors = [[processed(chat(number, image)) for image in pictures] for number in numbers]
+    return VisionSetting(family, model, nudged(model, 0.03), processor, chats, prompts, tensors)
+
+
+def image_faults(s: VisionSetting) -> Iterator[Fault]:
+    """Yield faults of images, and some that rollouts without images have too."""
+    versions = {"versions": {"old": s.old.state_dict()}}
+    yield "none", Cause.ROUNDING, s.sample, versions
+    ignored = partial(s.sample, is_ignored=True)
+    yield "images ignored", Cause.IMAGES_IGNORED, ignored, versions
+    left_out = partial(ignored, without=placeholder_token_ids(s.model))
+    yield "images and their tokens left out", Cause.IMAGES_IGNORED, left_out, versions
+    for name, pictures in (
+        ("images of the next prompt", (1, 2, 3, 0)),
+        ("images of two prompts exchanged", (1, 0, 2, 3)),
+        ("images in disorder", (2, 0, 3, 1)),
+        ("the first image for all", (0, 0, 0, 0)),
+    ):
+        exchanged = partial(s.sample, pictures=pictures)
+        yield name, Cause.IMAGES_EXCHANGED, exchanged, versions
+    yield "older version", Cause.OLDER_VERSION, partial(s.sample, model=s.old), versions
+
+
+FAULTS_OF: dict[str, Callable[[Any], Iterator[Fault]]] = {
+    "loop": loop_faults,
+    "manager": manager_faults,
+    "vllm": vllm_faults,
+    "images": image_faults,
+}
+
+VISION_FAMILIES = ("qwen2_5_vl", "gemma3", "llava")
+
+
+def run(s: Any, engine: str, numbers: slice) -> list[dict[str, Any]]:
     """Return, for each fault of an engine, what the audit says."""
     rows, bounds = [], range(1000)[numbers]
     for number, (name, cause, sample, arguments) in enumerate(FAULTS_OF[engine](s)):
@@ -602,10 +758,14 @@ def said(cause: Cause | None) -> str:
 
 
 def clean_rollouts(
-    s: Setting, engine: str, num_rollouts: int, first_seed: int
+    s: Any, engine: str, num_rollouts: int, first_seed: int
 ) -> Iterator[list[GenerationOutput]]:
-    """Yield rollouts of an engine without a fault, of a few short prompts."""
-    prompts, num_new = s.prompts[:NUM_CLEAN_PROMPTS], NUM_CLEAN_NEW
+    """Yield rollouts of an engine without a fault, of a few short prompts.
+
+    Those of images are of this package.
+    """
+    is_vision, num_new = engine == "images", NUM_CLEAN_NEW
+    prompts = (s.chats if is_vision else s.prompts)[:NUM_CLEAN_PROMPTS]
     seeds = range(first_seed, first_seed + num_rollouts)
     if engine == "loop":
         yield from (Engine(s.model).sample(prompts, num_new, seed) for seed in seeds)
@@ -618,13 +778,14 @@ def clean_rollouts(
             yield from (sample(seed=seed) for seed in seeds)
     else:
         params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
-        with RolloutGenerator(s.model, RolloutConfig(seed=first_seed)) as generator:
+        config, processor = RolloutConfig(seed=first_seed), s.processor if is_vision else None
+        with RolloutGenerator(s.model, config, tokenizer=processor) as generator:
             for _ in seeds:
                 outputs = generator.generate_batch(prompts, sampling_params=params)
                 yield list(outputs.values())
 
 
-def clean_alarms(s: Setting, engine: str, num_rollouts: int, first_seed: int) -> dict[str, Any]:
+def clean_alarms(s: Any, engine: str, num_rollouts: int, first_seed: int) -> dict[str, Any]:
     """Return the number of alarms in rollouts without a fault."""
     alarms, num = 0, 0
     for outputs in clean_rollouts(s, engine, num_rollouts, first_seed):
@@ -643,7 +804,7 @@ def main() -> None:
     """Measure, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--real", action="store_true")
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", help="tiny models; all")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--engine", choices=[*FAULTS_OF, "ours"], default="loop")
     parser.add_argument("--faults", nargs=2, type=int, default=(0, None), help="first and end")
@@ -652,7 +813,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=BENCHMARKS / "audit_cpu.json")
     args = parser.parse_args()
     for dtype in (getattr(torch, name) for name in args.dtypes):
-        made = [tiny_setting(family, dtype) for family in args.families]
+        is_vision = args.engine == "images"
+        known, create = (VISION_FAMILIES, vision_setting) if is_vision else (FAMILIES, tiny_setting)
+        families = known if args.families is None else args.families
+        made = [create(family, dtype) for family in families]
         for own in [*made, real_setting(dtype)] if args.real else made:
             if args.clean:
                 counted = clean_alarms(own, args.engine, args.clean, args.first_seed)

@@ -522,6 +522,7 @@ AUDITED_ENGINES = {
     "ours": "this package",
     "manager": "transformers' manager",
     "vllm": "vLLM",
+    "images": "prompts with images",
 }
 
 

@@ -44,22 +44,6 @@ class RowImages(NamedTuple):
     """int64, of prompt and completion."""
 
 
-def row_images(
-    model: Any, sequences: Sequence[Sequence[int]], images: Sequence[PromptImages | None]
-) -> list[RowImages]:
-    """Return the images and positions of sequences; None: a sequence of text alone."""
-    inputs, device, rows = ImageInputs(model), next(model.parameters()).device, []
-    pairs = list(zip(sequences, images, strict=True))
-    inputs.find_positions([(ids[: own.num_prompt_tokens], own) for ids, own in pairs if own])
-    for ids, own in pairs:
-        positions = torch.arange(len(ids), device=device)[None]
-        if own is not None:
-            positions = inputs.positions(own, 0, len(ids)).flatten(0, -2)
-        rows.append(RowImages(own, positions))
-    num_axes = max(len(row.positions_AT) for row in rows)
-    return [row._replace(positions_AT=row.positions_AT.expand(num_axes, -1)) for row in rows]
-
-
 class PackedRow(NamedTuple):
     """One sequence to score."""
 
@@ -107,6 +91,23 @@ class PackedRow(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+
+def with_images(
+    model: Any, rows: Sequence[PackedRow], images: Sequence[PromptImages | None]
+) -> list[PackedRow]:
+    """Return the rows with their images and positions; None: a row of text alone."""
+    inputs, device, read = ImageInputs(model), next(model.parameters()).device, []
+    pairs = [([*r.prompt_ids, *r.completion_ids], i) for r, i in zip(rows, images, strict=True)]
+    inputs.find_positions([(ids[: own.num_prompt_tokens], own) for ids, own in pairs if own])
+    for ids, own in pairs:
+        positions = torch.arange(len(ids), device=device)[None]
+        if own is not None:
+            positions = inputs.positions(own, 0, len(ids)).flatten(0, -2)
+        read.append(RowImages(own, positions))
+    num_axes = max(len(own.positions_AT) for own in read)
+    read = [own._replace(positions_AT=own.positions_AT.expand(num_axes, -1)) for own in read]
+    return [row._replace(images=own) for row, own in zip(rows, read, strict=True)]
 
 
 class PackingLayout(StrEnum):
@@ -370,14 +371,14 @@ def _packed(
         tuple(segments),
         None,
         joined_routes(routes, device),
-        _image_arguments(pieces, image_names, dim=1),
+        arguments_of_rows(pieces, image_names, dim=1),
         [row.rope_side for row, _, _ in pieces],
         [end - first for _, first, end in pieces],
         sum(num_shared >= len(rows[number].prompt_ids) for number, num_shared in part),
     )
 
 
-def _image_arguments(
+def arguments_of_rows(
     rows: Sequence[tuple[PackedRow, int, int]], names: frozenset[str], dim: int
 ) -> dict[str, torch.Tensor]:
     """Return a forward's positions and arguments of images; none where no row has any.
@@ -386,7 +387,7 @@ def _image_arguments(
     text: 1 in a packed batch, 0 in a padded batch. Each of the `rows` has the first and the end of
     its tokens.
     """
-    pieces = [(*row.images, first, end) for row, first, end in rows if row.images is not None]
+    pieces = [(own.images, own.positions_AT, a, b) for row, a, b in rows if (own := row.images)]
     if not pieces:
         return {}
     of_rows = [
@@ -455,7 +456,7 @@ def _padded(
         None,
         None if num_shared else (positions_1S < lengths[:, None]).to(torch.int64),
         joined_routes([(rows[n].routes, 0, S) for n in numbers], device),
-        _image_arguments([(rows[n], 0, S) for n in numbers], image_names, dim=0),
+        arguments_of_rows([(rows[n], 0, S) for n in numbers], image_names, dim=0),
         [rows[n].rope_side for n in numbers],
         num_shared_prompts=len(numbers) - 1 if num_shared else 0,
         shared_ids=to_device(shared_ids, device)[None] if num_shared else None,

@@ -38,7 +38,7 @@ from cb_rollout.packing.batch import (
     PackingLayout,
     pack,
     representative,
-    row_images,
+    with_images,
     with_rope_sides,
 )
 from cb_rollout.packing.forward import Scores, differing_gradients, score_batches
@@ -102,6 +102,20 @@ def packed_logprobs(
             "a TRL trainer with loss_forward='packed', or call the model's own forward."
         )
     hf_compat.refuse_sharded(inner)
+    rows = rows_of_outputs(inner, outputs, temperature)
+    device = next(inner.parameters()).device
+    logprobs = [torch.zeros(0, device=device) for _ in rows]
+    if not any(row.completion_ids for row in rows):
+        return logprobs
+    with _REPLACING:
+        scored = _scored_in_its_layout(model, inner, rows)
+    return [scored.get(number, no_token) for number, no_token in enumerate(logprobs)]
+
+
+def rows_of_outputs(
+    inner: Any, outputs: Sequence[GenerationOutput], temperature: float | None = None
+) -> list[PackedRow]:
+    """Return the rows of outputs with their images, checked; see `packed_logprobs`."""
     vocab_size = hf_compat.vocab_size(inner)
     rows = [_row(output, vocab_size, _temperature(output, temperature)) for output in outputs]
     rows = with_rope_sides(inner, rows)
@@ -113,17 +127,7 @@ def packed_logprobs(
                 f"{output.request_id} holds tokens that stand for images, and no images; pass the "
                 "outputs of a rollout as they are, which hold their images."
             )
-    if any(own is not None for own in images):
-        sequences = [[*row.prompt_ids, *row.completion_ids] for row in rows]
-        of_rows = row_images(inner, sequences, images)
-        rows = [row._replace(images=own) for row, own in zip(rows, of_rows, strict=True)]
-    device = next(inner.parameters()).device
-    logprobs = [torch.zeros(0, device=device) for _ in rows]
-    if not any(row.completion_ids for row in rows):
-        return logprobs
-    with _REPLACING:
-        scored = _scored_in_its_layout(model, inner, rows)
-    return [scored.get(number, no_token) for number, no_token in enumerate(logprobs)]
+    return with_images(inner, rows, images) if any(own is not None for own in images) else rows
 
 
 def _temperature(output: GenerationOutput, temperature: float | None) -> float:

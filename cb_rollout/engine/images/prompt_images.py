@@ -105,7 +105,7 @@ class PromptImages:
             whole = joined(tensors, dim)
             return whole.to(device, dtype if whole.is_floating_point() else whole.dtype)
 
-        new = [image.tensors for image in self.after(start)]
+        new = [image.tensors for image in self.after(start) if image.tokens.start < stop]
         given = {
             name: moved([tensors[name] for tensors in new], self.dims.get(name, 0))
             for name in (new[0] if new else ())
@@ -122,6 +122,23 @@ class PromptImages:
         stop = self.images[number].tokens.start
         of_tokens = {name: tensor[:, :stop] for name, tensor in self.of_tokens.items()}
         return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)
+
+    def with_images_of(
+        self, token_ids: Sequence[int], other: "PromptImages", other_ids: Sequence[int]
+    ) -> tuple[list[int], "PromptImages"]:
+        """Return this prompt with the images of another, which has as many, and their tokens."""
+        T, index, images, end = self.num_prompt_tokens, [], [], 0
+        for own, image in zip(self.images, other.images, strict=True):
+            index += range(end, own.tokens.start)
+            tokens = range(len(index), len(index) + len(image.tokens))
+            images.append(image._replace(tokens=tokens))
+            index += range(T + image.tokens.start, T + image.tokens.stop)
+            end = own.tokens.stop
+        index += range(end, T)
+        pairs = ((name, [own, other.of_tokens[name]]) for name, own in self.of_tokens.items())
+        of_tokens = {name: torch.cat(pair, 1)[:, index] for name, pair in pairs}
+        made = PromptImages(tuple(images), len(index), of_tokens, other.dims, other.is_divided)
+        return [[*token_ids[:T], *other_ids][i] for i in index], made
 
     def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
         """Return the prefix-cache keys of the tokens from `start` to `stop`.

@@ -15,7 +15,7 @@ from cb_rollout.engine.images.processor import has_image_parts, is_chat
 from cb_rollout.engine.images.prompt_images import PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl import upstream
-from cb_rollout.packing.batch import PackedRow, row_images
+from cb_rollout.packing.batch import PackedRow, with_images
 
 if TYPE_CHECKING:
     import torch
@@ -109,8 +109,7 @@ def rows_with_images(
     for own in images:
         if own is not None:
             own.may_be_cut = cuts_images.get(own.kind, False)
-    pairs = zip(rows, row_images(model, sequences, images), strict=True)
-    return [row._replace(images=own) for row, own in pairs]
+    return with_images(model, rows, images)
 
 
 def _images_of(

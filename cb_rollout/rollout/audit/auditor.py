@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.numerics import agreement
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.packing.batch import PackedRow
 from cb_rollout.rollout.audit import evidence
 from cb_rollout.rollout.audit.evidence import Prediction
 from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights
@@ -56,6 +53,7 @@ def audit(
     *,
     versions: Mapping[Any, Any] | None = None,
     tokenizer: Any = None,
+    tokenizers: Mapping[str, Any] | None = None,
     engine: "RolloutGenerator | None" = None,
     sampling_params: SamplingParams | None = None,
     logprobs_mode: str | None = None,
@@ -66,17 +64,18 @@ def audit(
 
     Sequences are scored by plain forwards of `model`, in evaluation mode, without gradients. Call
     it under the autocast, if any, that the trainer scores in. Takes 30 to 45 forwards of the chosen
-    sequences, and holds their logits: 4 bytes * `max_tokens` * vocabulary.
+    sequences, with images 18 more, and holds their logits: 4 bytes * `max_tokens` * vocabulary.
 
     Args:
-        outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids`,
+        outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids` and their `images`,
             `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`. If
             none has `logprobs`, the tokens alone are tested, as draws from the model.
         model: the trainer's causal language model as it was when it sampled, plain or wrapped by
             PEFT, DDP or accelerate, on one device.
         versions: earlier weights by name or number: a state dict of the model or of its adapter, or
             a callable that returns one. All are held at a time.
-        tokenizer: None: causes that need one are not tested, as a retokenised prompt.
+        tokenizer: the trainer's. None: causes that need it are not tested, as a second template.
+        tokenizers: others by name that the engine may have had, as of another revision.
         engine: the generator of this package that sampled. Its tokenizer and `logprobs_mode` are
             the defaults, its copy of the weights is a version.
         sampling_params: truncation and penalties that tokens were sampled with. None: not known, so
@@ -91,45 +90,41 @@ def audit(
 
     Raises:
         InvalidRequestError: no output has a token; one has no prompt, other numbers of tokens and
-            log-probabilities, images, or a token id that the model does not know.
-        ConfigurationError: the model cannot be scored here; a version does not fit it.
+            log-probabilities, or a token id that the model does not know.
+        ConfigurationError: the model cannot be scored here; a version does not fit it; images or
+            the trainer's tokenizer are missing.
     """
     if num_sequences < 1 or max_tokens < 1:
         raise ConfigurationError(
             f"num_sequences={num_sequences} and max_tokens={max_tokens} have to be at least 1."
         )
-    chosen, versions = _chosen(outputs, model, num_sequences, max_tokens), dict(versions or {})
+    chosen, versions = _chosen(outputs, num_sequences, max_tokens), dict(versions or {})
     if engine is not None:
         if stale := engine.stale_weights():
             versions.setdefault("the engine's copy", stale)
         tokenizer = tokenizer or engine.tokenizer
         logprobs_mode = logprobs_mode or reported_mode(engine.config)
+    if tokenizers and tokenizer is None:
+        raise ConfigurationError("tokenizers are compared with the trainer's; pass tokenizer too.")
+    words = {"": tokenizer, **(tokenizers or {})}
     is_processed = LogprobsMode(logprobs_mode or "policy") is LogprobsMode.PROCESSED
-    return _Auditor(chosen, model, sampling_params, is_processed).report(versions, tokenizer)
+    return _Auditor(chosen, model, sampling_params, is_processed).report(versions, words)
 
 
 def _chosen(
-    outputs: Iterable[GenerationOutput], model: Any, num_sequences: int, max_tokens: int
+    outputs: Iterable[GenerationOutput], num_sequences: int, max_tokens: int
 ) -> list[GenerationOutput]:
-    """Return outputs within the limits, evenly chosen, checked."""
+    """Return outputs within the limits, evenly chosen, with numbers for each token or for none."""
     scored = [output for output in outputs if output.generated_tokens]
     if not scored:
         raise InvalidRequestError("no output holds a generated token; pass those of a rollout.")
-    vocab_size = hf_compat.vocab_size(hf_compat.unwrap(model))
     has_numbers = any(output.logprobs for output in scored)
     for output in scored:
         num, num_reported = len(output.generated_tokens), len(output.logprobs)
-        if num_reported != num * has_numbers or not output.prompt_ids or output.images is not None:
+        if num_reported != num * has_numbers:
             raise InvalidRequestError(
-                f"{output.request_id} has {len(output.prompt_ids)} prompt tokens, {num} generated "
-                f"tokens and {num_reported} log-probabilities; each generated token needs one, and "
-                "the first a prompt, without images."
-            )
-        ids = [*output.prompt_ids, *output.generated_tokens]
-        if not 0 <= min(ids) <= max(ids) < vocab_size:
-            raise InvalidRequestError(
-                f"{output.request_id} holds a token id outside the model's vocabulary of "
-                f"{vocab_size}; was it generated by another model?"
+                f"{output.request_id} has {num} generated tokens and {num_reported} "
+                "log-probabilities; report one for each token, or none at all."
             )
     count = min(num_sequences, len(scored))
     chosen, left = [], max_tokens
@@ -150,8 +145,8 @@ class _Auditor:
         is_processed: bool,
     ) -> None:
         self.outputs = outputs
-        rows = [PackedRow(o.prompt_ids, o.generated_tokens, o.routed_experts) for o in outputs]
-        self.forwards = Forwards(model, rows)
+        self.forwards = Forwards(model, outputs)
+        rows = self.forwards.rows
         self.lengths = [len(row.completion_ids) for row in rows]
         values = [value for output in outputs for value in output.logprobs]
         # Engines compute in float32, and may send more digits.
@@ -202,7 +197,7 @@ class _Auditor:
     def _tested(self, hypothesis: Hypothesis) -> TestedCause:
         own, extra = hypothesis.effect, 0.0
         if isinstance(own, Change):
-            own = self.readouts.read(self.readouts.claimed, self._logits(own))
+            own = self.readouts.read(self.readouts.claimed, self._logits(own), rows=own.rows)
         if hypothesis.noise_share:
             moved_N = evidence.differences(own.logprobs_N, self.clean.prediction.logprobs_N)
             extra = hypothesis.noise_share * float(moved_N.square().mean().sqrt())
@@ -213,17 +208,17 @@ class _Auditor:
         # Its weights are let go.
         return TestedCause(hypothesis._replace(effect=own), own, noise_N, distances_N, densities_N)
 
-    def report(self, versions: Mapping[Any, Any], tokenizer: Any) -> AuditReport:
+    def report(self, versions: Mapping[Any, Any], tokenizers: Mapping[str, Any]) -> AuditReport:
         """Test every cause, and return the report."""
         weights = {str(name): self.forwards.weights_of(own) for name, own in versions.items()}
-        words = None if tokenizer is None else text_tokenizer(tokenizer)
         found = [self.clean]
         if self.clean.hypothesis.detail != NO_NUMBERS:
             found += map(self._tested, self.readouts.all())
-            for own in hypotheses(self.forwards, weights, words):
+            for own in hypotheses(self.forwards, weights, tokenizers):
                 found.append(self._tested(own))
                 if own.cause is Cause.OLDER_VERSION:
                     found += map(self._tested, self._updated(found[-1], weights[own.detail]))
+            found += map(self._tested, self._exchanged(found))
         ranking = self._ranked(found)
         multiple = float((self.clean.distances_N / self.clean.noise_N).median())
         is_doubtful = ranking[0][0] is self.clean and multiple > DOUBTFUL_MEDIAN
@@ -260,6 +255,17 @@ class _Auditor:
             cached = [n + count - 1 for n, count in zip(prompts, counts, strict=True)]
             change = Change(cached_weights=weights, num_cached=cached)
             yield Hypothesis(Cause.OLD_KEYS_KEPT, detail, change, num_fitted)
+
+    def _exchanged(self, found: Sequence[TestedCause]) -> Iterator[Hypothesis]:
+        """Yield images of another prompt for each sequence, or its own, whichever fits best."""
+        cause = Cause.IMAGES_EXCHANGED
+        tested = [self.clean, *(own for own in found if own.hypothesis.cause is cause)]
+        parts_CT = torch.stack([own.log_densities_N for own in tested]).split(self.lengths, 1)
+        best_N = torch.cat([own.sum(1).argmax().expand(own.shape[1]) for own in parts_CT])
+        both = zip(*(own.prediction for own in tested), strict=True)
+        mixed = Prediction(*(torch.stack(own).gather(0, best_N[None])[0] for own in both))
+        if len(tested) > 1:
+            yield Hypothesis(cause, "by sequence", mixed, num_fitted=len(self.lengths))
 
     def _leading(self, older: TestedCause, other_N: torch.Tensor) -> list[int]:
         """Return how many leading tokens of each sequence a version explains better."""

@@ -20,12 +20,15 @@ from torch.nn import functional
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.moe import without_router_logits
+from cb_rollout.compat.multimodal import image_argument_names, keeping_position_offsets
 from cb_rollout.compat.rope import forget_longer_rows
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Routers, find_routers, joined_routes
 from cb_rollout.errors import ConfigurationError, abbreviated
-from cb_rollout.packing.batch import PackedRow
+from cb_rollout.packing.batch import PackedRow, arguments_of_rows
+from cb_rollout.packing.logprobs import rows_of_outputs
+from cb_rollout.types import GenerationOutput
 
 Weights = Mapping[str, torch.Tensor]
 """Tensors by their names in the transformers model, which take the place of its own."""
@@ -40,13 +43,13 @@ class Change:
     """The difference between a forward and the trainer's own."""
 
     weights: Weights = field(default_factory=dict)
-    prompts: Sequence[Sequence[int]] | None = None
-    offsets: Sequence[tuple[int, int]] | None = None
-    """Added to the positions of each sequence's prompt, and of its completion."""
+    rows: Sequence[PackedRow] | None = None
+    """What the engine read: other tokens, images or positions; None: the recorded rows."""
     cached_weights: Weights | None = None
     """Weights that computed the keys of the first tokens; None: none are cached."""
     num_cached: Sequence[int] = ()
-    """Number of those tokens of each sequence, below that of prompt and completion."""
+    """Number of those tokens of each sequence, below that of prompt and completion. A number that
+    would cut an image is lowered."""
     head_dtype: torch.dtype | None = None
     """Computes the head; None: as the model does."""
     replays_routes: bool = False
@@ -57,7 +60,7 @@ class Change:
 class Forwards:
     """Forwards of a model over recorded sequences."""
 
-    def __init__(self, model: torch.nn.Module, rows: Sequence[PackedRow]) -> None:
+    def __init__(self, model: torch.nn.Module, outputs: Sequence[GenerationOutput]) -> None:
         self.inner = hf_compat.unwrap(model)
         hf_compat.refuse_what_cannot_generate(self.inner)
         hf_compat.refuse_sharded(self.inner)
@@ -66,9 +69,10 @@ class Forwards:
                 "audit takes a model whose parameters are whole; under FSDP or ZeRO-3 save a "
                 "checkpoint, and use cb-rollout audit."
             )
-        self.rows = rows
+        self.rows = rows_of_outputs(self.inner, outputs)
         self.device = next(self.inner.parameters()).device
         self.argument_names = hf_compat.forward_argument_names(self.inner)
+        self.image_names = image_argument_names(self.inner)
 
     @cached_property
     def _routers(self) -> Routers:
@@ -86,27 +90,22 @@ class Forwards:
     @torch.no_grad()
     def logits(self, number: int, change: Change) -> torch.Tensor:
         """Return the logits of the completion tokens of a row, `[T, V]`, float32."""
-        row = self.rows[number]
-        prompt = list(row.prompt_ids if change.prompts is None else change.prompts[number])
-        ids_1S = torch.tensor([[*prompt, *row.completion_ids[:-1]]], device=self.device)
+        row = (change.rows or self.rows)[number]
+        ids_1S = torch.tensor([[*row.prompt_ids, *row.completion_ids[:-1]]], device=self.device)
         T, S = len(row.completion_ids), ids_1S.shape[1]
         settings: dict[str, Any] = without_router_logits(self.inner)
-        if change.offsets is not None:
-            of_prompt, of_completion = change.offsets[number]
-            positions_1S = torch.arange(S, device=self.device)[None] + of_prompt
-            positions_1S[:, len(prompt) :] += of_completion - of_prompt
-            settings["position_ids"] = positions_1S
         forget_longer_rows(self.inner)
         if change.longest:
             ids_1S = ids_1S.expand(2, -1)
             positions_2S = torch.arange(S, device=self.device).repeat(2, 1)
             positions_2S[1, -1] = change.longest - 1
             settings["position_ids"] = positions_2S
-        if change.offsets is not None or change.prompts is not None or change.longest:
-            # Padding is attended to, and a jump of positions begins no other packed row.
+        if change.rows is not None or change.longest:
+            # Padding is attended to.
             settings["attention_mask"] = torch.ones_like(ids_1S)
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.inner))
+            stack.enter_context(keeping_position_offsets(self.inner))
             if change.head_dtype is not None:
                 self._replace_head(stack, change.head_dtype)
             if change.replays_routes:
@@ -116,8 +115,15 @@ class Forwards:
                 return self._with_old_keys(ids_1S, number, change, settings)[-T:].float()
             if "logits_to_keep" in self.argument_names:
                 settings["logits_to_keep"] = T
-            settings["use_cache"] = False
+            settings |= {"use_cache": False, **self._of_row(row, 0, S)}
             return self._call(change.weights, ids_1S, **settings).logits[0][-T:].float()
+
+    def _of_row(self, row: PackedRow, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Return a row's positions and images, if it has any, as arguments of a forward."""
+        own = arguments_of_rows([(row, start, stop)], self.image_names, dim=1)
+        # A jump of positions begins no other packed row.
+        mask_1S = torch.ones(1, stop, dtype=torch.int64, device=self.device)
+        return {"attention_mask": mask_1S, **own} if own else {}
 
     def _call(self, weights: Weights, ids_1S: torch.Tensor, **settings: Any) -> Any:
         return functional_call(self.inner, dict(weights), (), {"input_ids": ids_1S, **settings})
@@ -126,15 +132,16 @@ class Forwards:
         self, ids_1S: torch.Tensor, number: int, change: Change, settings: dict[str, Any]
     ) -> torch.Tensor:
         """Return logits, `[S, V]`, of cached tokens by the old weights, and of the rest."""
-        parts, cache, start = [], None, 0
-        ends = ((change.cached_weights, change.num_cached[number]), (change.weights, None))
+        row, parts, cache, start = self.rows[number], [], None, 0
+        num_cached = row.num_shareable(change.num_cached[number])
+        ends = ((change.cached_weights, num_cached), (change.weights, ids_1S.shape[1]))
         for weights, end in ends:
-            part_1S = ids_1S[:, start:end]
-            if part_1S.shape[1]:
-                settings = {**settings, "past_key_values": cache, "use_cache": True}
-                output = self._call(weights or {}, part_1S, **settings)
+            if start < end:
+                own = {**settings, "past_key_values": cache, "use_cache": True}
+                own |= self._of_row(row, start, end)
+                output = self._call(weights or {}, ids_1S[:, start:end], **own)
                 parts.append(output.logits[0])
-                cache, start = output.past_key_values, start + part_1S.shape[1]
+                cache, start = output.past_key_values, end
         return torch.cat(parts)
 
     def _replace_head(self, stack: ExitStack, dtype: torch.dtype) -> None:

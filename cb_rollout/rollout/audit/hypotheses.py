@@ -4,7 +4,8 @@ Owns which changes are worth a forward, for a model and for what the caller pass
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import product, takewhile
 from typing import Any, NamedTuple
@@ -12,8 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.compat.rope import rotary_modules
+from cb_rollout.engine.images.prompt_images import PromptImages
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.packing.batch import RowImages, with_images
 from cb_rollout.rollout.audit.evidence import Prediction
 from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights, without_adapters
 from cb_rollout.rollout.audit.report import Cause
@@ -24,6 +29,9 @@ BLOCK_SIZES = (16, 32)
 
 # Offsets of positions: off by one, and the two places that OPT's embeddings begin with.
 OFFSETS = (-1, 1, 2)
+
+# Other prompts, the nearest in order, whose images each prompt is tested with.
+MAX_STEPS = 15
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
 
@@ -42,9 +50,12 @@ class Hypothesis(NamedTuple):
 
 
 def hypotheses(
-    forwards: Forwards, versions: Mapping[str, Weights], tokenizer: Any
+    forwards: Forwards, versions: Mapping[str, Weights], tokenizers: Mapping[str, Any]
 ) -> Iterator[Hypothesis]:
-    """Yield every cause that can be tested on these sequences."""
+    """Yield every cause that can be tested on these sequences.
+
+    The tokenizer named "" is the trainer's, or None.
+    """
     # Before versions: a new adapter changes nothing, so its first version is the base model too.
     yield from _adapters(forwards.inner)
     for name, weights in versions.items():
@@ -53,15 +64,16 @@ def hypotheses(
             yield from _stale_prompts(forwards, name, weights)
     yield from _precisions(forwards.inner)
     yield from _quantised(forwards.inner)
-    for cause, detail, prompts in _prompts(forwards, tokenizer):
-        yield Hypothesis(cause, detail, Change(prompts=prompts))
+    # Other prompts and lengths would move the images.
+    is_text = all(row.images is None for row in forwards.rows)
+    yield from _prompts(forwards, tokenizers) if is_text else _images(forwards)
     ropes = {rope for _, types in rotary_modules(forwards.inner) for rope in types.values()}
-    if ropes & {"longrope", "dynamic"}:
+    if is_text and ropes & {"longrope", "dynamic"}:
         longest = max(row.num_tokens for row in forwards.rows)
         for length in (longest, forwards.inner.config.get_text_config().max_position_embeddings):
             yield Hypothesis(Cause.ROPE, f"{length} tokens", Change(longest=length))
     if "position_ids" in forwards.argument_names:
-        yield from _positions([len(row.prompt_ids) for row in forwards.rows])
+        yield from _positions(forwards)
     if all(row.routes is not None for row in forwards.rows):
         yield Hypothesis(Cause.ROUTES, "", Change(replays_routes=True))
 
@@ -143,47 +155,101 @@ def _quantised(inner: Any) -> Iterator[Hypothesis]:
         yield Hypothesis(Cause.QUANTISED, detail, Change(weights), noise_share=0.25)
 
 
-def _prompts(
-    forwards: Forwards, tokenizer: Any
-) -> Iterator[tuple[Cause, str, Sequence[Sequence[int]]]]:
-    """Yield prompts that were tokenised or padded otherwise."""
+def _prompts(forwards: Forwards, tokenizers: Mapping[str, Any]) -> Iterator[Hypothesis]:
+    """Yield texts that were tokenised or padded otherwise."""
+    tokenizers = {name: text_tokenizer(own) for name, own in tokenizers.items()}
+    tokenizer, vocab_size = tokenizers[""], hf_compat.vocab_size(forwards.inner)
+    own = [list(row.prompt_ids) for row in forwards.rows]
+    completions = [list(row.completion_ids) for row in forwards.rows]
+
+    def read(
+        cause: Cause, prompts: Iterable[list[int]], detail: str = "", sampled: Any = completions
+    ) -> Iterator[Hypothesis]:
+        """Yield the cause, if the model knows every id, and each sampled token has one."""
+        rows = [
+            row._replace(prompt_ids=ids or row.prompt_ids, completion_ids=tokens)
+            for row, ids, tokens in zip(forwards.rows, prompts, sampled, strict=True)
+            if len(tokens) == len(row.completion_ids) and max([*ids, *tokens]) < vocab_size
+        ]
+        if len(rows) == len(own):
+            yield Hypothesis(cause, detail, Change(rows=rows))
+
     config = forwards.inner.config.get_text_config()
     bos, pad = (
         getattr(config, name, None) if tokenizer is None else getattr(tokenizer, name)
         for name in ("bos_token_id", "pad_token_id")
     )
-    own = [list(row.prompt_ids) for row in forwards.rows]
     if isinstance(bos, int):
-        yield Cause.BOS_TWICE, "", [[bos, *prompt] for prompt in own]
-        yield Cause.BOS_MISSING, "", [prompt[prompt[:-1][:1] == [bos] :] for prompt in own]
+        yield from read(Cause.BOS_TWICE, ([bos, *prompt] for prompt in own))
+        yield from read(Cause.BOS_MISSING, (ids[ids[:-1][:1] == [bos] :] for ids in own))
     if tokenizer is not None:
-        special = set(tokenizer.all_special_ids)
-        kept = [[token for token in prompt if token not in special] for prompt in own]
-        yield Cause.SPECIAL_TOKENS_DROPPED, "", [a or b for a, b in zip(kept, own, strict=True)]
-        texts = [tokenizer.decode(prompt) for prompt in own]
-        for adds in (False, True):
-            again = tokenizer(text=texts, add_special_tokens=adds)["input_ids"]
-            detail = "special tokens added" if adds else ""
-            yield Cause.RETOKENISED, detail, [a or b for a, b in zip(again, own, strict=True)]
+        special = {*tokenizer.all_special_ids}
+        kept = ([token for token in prompt if token not in special] for prompt in own)
+        yield from read(Cause.SPECIAL_TOKENS_DROPPED, kept)
+        texts, answers = ([*map(tokenizer.decode, ids)] for ids in (own, completions))
+        for (name, other), adds in product(tokenizers.items(), (False, True)):
+            cause = Cause.OTHER_TOKENIZER if name else Cause.RETOKENISED
+            detail = ", ".join(filter(None, (name, "special tokens added" * adds)))
+            again = other(text=texts, add_special_tokens=adds)["input_ids"]
+            yield from read(cause, again, detail)
+            if name:
+                # The engine sent its completions as text.
+                sampled = other(text=answers, add_special_tokens=False)["input_ids"]
+                yield from read(cause, again, f"{detail}, completions too", sampled)
         if getattr(tokenizer, "chat_template", None):
             chats = [[{"role": "user", "content": text}] for text in texts]
             # A template may refuse a chat of one message of the user.
             with suppress(Exception):
                 again = tokenizer.apply_chat_template(chats, add_generation_prompt=True)
-                yield Cause.TEMPLATE_TWICE, "", again["input_ids"]
+                yield from read(Cause.TEMPLATE_TWICE, again["input_ids"])
     if isinstance(pad, int):
         longest = max(map(len, own))
-        yield Cause.PADDING_ATTENDED, "", [[pad] * (longest - len(p)) + p for p in own]
+        yield from read(Cause.PADDING_ATTENDED, ([pad] * (longest - len(p)) + p for p in own))
 
 
-def _positions(lengths: Sequence[int]) -> Iterator[Hypothesis]:
-    """Yield positions that are counted otherwise, for prompts of these lengths."""
+def _images(forwards: Forwards) -> Iterator[Hypothesis]:
+    """Yield images that no forward read, and those of other prompts."""
+    own = [(list(row.prompt_ids), row.images and row.images.images) for row in forwards.rows]
+
+    def read(cause: Cause, detail: str, prompts: Iterable[tuple[list[int], Any]]) -> Hypothesis:
+        ids, images = zip(*prompts, strict=True)
+        rows = [row._replace(prompt_ids=p) for row, p in zip(forwards.rows, ids, strict=True)]
+        return Hypothesis(cause, detail, Change(rows=with_images(forwards.inner, rows, images)))
+
+    def left(ids: list[int], images: PromptImages | None, num_kept: int) -> list[int]:
+        out = {t for i in (images.images if images else ()) for t in i.tokens[num_kept:]}
+        return [token for t, token in enumerate(ids) if t not in out] or ids
+
+    for num_kept, detail in ((sys.maxsize, ""), (1, "a token each"), (0, "nor their tokens")):
+        yield read(Cause.IMAGES_IGNORED, detail, ((left(*x, num_kept), None) for x in own))
+
+    def exchanged(ids: list[int], images: PromptImages, step: int) -> tuple[list[int], Any]:
+        alike = {x.digest: (x, p) for p, x in own if x and len(x.images) == len(images.images)}
+        place = ([*alike].index(images.digest) + step) % len(alike)
+        return images.with_images_of(ids, *[*alike.values()][place])
+
+    N = len({images.digest for _, images in own if images})
+    for step in sorted(range(1, N), key=lambda step: min(step, N - step))[:MAX_STEPS]:
+        others = (exchanged(ids, x, step) if x else (ids, x) for ids, x in own)
+        yield read(Cause.IMAGES_EXCHANGED, f"by {step} of {N}", others)
+
+
+def _positions(forwards: Forwards) -> Iterator[Hypothesis]:
+    """Yield positions that are counted otherwise."""
+    lengths = [len(row.prompt_ids) for row in forwards.rows]
     longest = max(lengths)
     tried = {f"completions by {by:+d}": [(0, by)] * len(lengths) for by in OFFSETS}
     tried |= {f"all by {by:+d}": [(by, by)] * len(lengths) for by in OFFSETS if by > 0}
     tried["padding counted"] = [(longest - length, longest - length) for length in lengths]
     for detail, offsets in tried.items():
-        yield Hypothesis(Cause.POSITIONS, detail, Change(offsets=offsets))
+        rows = []
+        for row, both in zip(forwards.rows, offsets, strict=True):
+            plain = RowImages(None, torch.arange(row.num_tokens, device=forwards.device)[None])
+            images, positions_AT = row.images or plain
+            sizes = torch.tensor([len(row.prompt_ids), len(row.completion_ids)])
+            added_T = torch.tensor(both).repeat_interleave(sizes).to(forwards.device)
+            rows.append(row._replace(images=RowImages(images, positions_AT + added_T)))
+        yield Hypothesis(Cause.POSITIONS, detail, Change(rows=rows))
 
 
 def layer_hypotheses(versions: Mapping[str, Weights]) -> Iterator[Hypothesis]:

@@ -104,12 +104,13 @@ class Readouts:
         params: SamplingParams,
         logits: Iterable[torch.Tensor] | None = None,
         factor: float = 1.0,
+        rows: Sequence[PackedRow] | None = None,
     ) -> Prediction:
         """Return the prediction by logits of the first rows; `factor` multiplies temperatures.
 
-        `logits` None: the trainer's own.
+        `logits` and `rows` None: the trainer's own.
         """
-        each = zip(logits or self.logits, self.rows, self.temperatures, strict=False)
+        each = zip(logits or self.logits, rows or self.rows, self.temperatures, strict=False)
         predictions = []
         for own_TV, row, temperature in each:
             logprobs_TV = processed(own_TV, row, params, temperature * factor, self.slack)

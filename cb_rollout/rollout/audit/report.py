@@ -55,10 +55,13 @@ class Cause(StrEnum):
     BOS_MISSING = "BOS missing", "Send token ids, or have the engine add the BOS token."
     SPECIAL_TOKENS_DROPPED = "special tokens dropped", "Send token ids, or keep special tokens."
     RETOKENISED = "prompt tokenised again", "Send token ids to the engine, not text."
+    OTHER_TOKENIZER = "another tokenizer", "Load the trainer's tokenizer, or send token ids."
     TEMPLATE_TWICE = "chat template twice", "Send token ids, or a chat that is not rendered yet."
     ROPE = "RoPE scaled by another length", "Scale by each sequence's length (see max_model_len)."
     POSITIONS = "positions shifted", "Count positions from a sequence's first token."
     PADDING_ATTENDED = "padding attended to", "Pass the attention mask of padded prompts."
+    IMAGES_IGNORED = "images ignored", "Send the images, and check that the engine reads them."
+    IMAGES_EXCHANGED = "images exchanged", "Send each prompt its own images."
     ROUTES = "experts chosen otherwise", "Replay the experts in the loss (router_replay=True)."
 
 

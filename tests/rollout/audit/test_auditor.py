@@ -229,3 +229,26 @@ def test_what_cannot_be_audited_is_refused(clean):
         cb_rollout.audit(outputs, setting.model, versions={1: {"nothing": torch.zeros(1)}})
     with pytest.raises(ConfigurationError, match="num_sequences=0"):
         cb_rollout.audit(outputs, setting.model, num_sequences=0)
+
+
+def test_another_tokenizer_is_tested_where_the_model_knows_its_ids(clean):
+    setting, outputs, _ = clean
+    with pytest.raises(ConfigurationError, match="pass tokenizer too"):
+        cb_rollout.audit(outputs, setting.model, tokenizers={"other": setting.other_tokenizer})
+
+    def larger(text, **_):
+        ids = setting.other_tokenizer(text=text, add_special_tokens=False)["input_ids"]
+        return {"input_ids": [[own + 100 for own in row] for row in ids]}
+
+    report = cb_rollout.audit(
+        *(outputs, setting.model),
+        tokenizer=setting.tokenizer,
+        tokenizers={"other": setting.other_tokenizer, "larger": larger},
+    )
+    assert report, str(report)
+    details = {own.detail for own in report.evidence if own.cause is Cause.OTHER_TOKENIZER}
+    assert details == {
+        f"other{added}{said}"
+        for added in ("", ", special tokens added")
+        for said in ("", ", completions too")
+    }
