@@ -18,6 +18,7 @@ from cb_rollout import (
     ConfigurationError,
     GenerationOutput,
     InvalidRequestError,
+    RolloutConfig,
     RolloutGenerator,
     SamplingParams,
     packed_logprobs,
@@ -331,6 +332,22 @@ def test_a_second_thread_waits_for_the_first(model):
     assert "forward" not in vars(model)
     for values, others in zip(first, *found, strict=True):
         torch.testing.assert_close(values, others, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rollout_is_scored_over_the_ids_that_truncation_kept(model):
+    """And the dict of a rollout is taken as its outputs are."""
+    params = SamplingParams(top_k=4, temperature=0.7, max_new_tokens=9)
+    prompts = [[3, 4, 5, 6]] * 3 + [[7, 8]]
+    with RolloutGenerator(model, RolloutConfig(seed=0, sampling_mask="replay")) as generator:
+        outputs = generator.generate_batch(prompts, sampling_params=params)
+        # One row of the whole vocabulary beside the masked ones.
+        whole = SamplingParams(max_new_tokens=5)
+        outputs |= generator.generate_batch([[9, 10]], sampling_params=whole)
+    packed = packed_logprobs(model, outputs)
+    for values, output in zip(packed, outputs.values(), strict=True):
+        assert values.tolist() == pytest.approx(output.logprobs, abs=1e-5)
+    (expected,) = plain(model, [*outputs.values()][:1], temperature=0.7)
+    assert (packed[0] - expected).max() > 0.1
 
 
 def test_without_gradients_there_is_no_graph(model):

@@ -275,7 +275,9 @@ def test_a_plan_has_what_the_engine_would_keep_of_each_architecture(checkpoints,
 
 def test_what_cannot_be_planned_says_why(checkpoints, capsys):
     assert main(["doctor", "--gpu-gib", "80"]) == 2
-    assert "--gpu-gib takes a --model" in capsys.readouterr().err
+    assert "--gpu-gib takes a MODEL" in capsys.readouterr().err
+    assert main(["doctor", str(checkpoints / "t5"), "--gpu-gib", "80", "--lora", "-1"]) == 2
+    assert "--lora -1 is below 0" in capsys.readouterr().err
     for name, why in (("empty", "has no config.json"), ("t5", "causal language model")):
         assert main(["doctor", str(checkpoints / name), "--gpu-gib", "80"]) == 1
         assert why in capsys.readouterr().out

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from device_laws import assert_trains
 from full_disk import FullDisk
+from tiny import char_tokenizer, tiny_model
 from tiny_trainer import logged, tiny_trainer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from trl import RLOOConfig, RLOOTrainer
@@ -274,6 +275,30 @@ def test_a_long_training_is_traced_in_its_first_rollout(
     assert traces == traced
 
 
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_what_the_trainer_leaves_open_the_models_own_generation_config_says(tmp_path, is_attached):
+    model = tiny_model(vocab_size=len(char_tokenizer()))
+    model.generation_config.update(min_new_tokens=10, suppress_tokens=[20], top_k=3, top_p=0.5)
+    lengths, tokens = [], set()
+
+    def reward(completion_ids, **_):
+        lengths.extend(map(len, completion_ids))
+        tokens.update(*completion_ids)
+        return [float(len(ids)) for ids in completion_ids]
+
+    # Without a floor a quarter ends earlier.
+    model.lm_head.weight.data[char_tokenizer().eos_token_id] *= 3
+    trainer = tiny_trainer(tmp_path, model=model, reward=reward, max_steps=1)
+    if is_attached:
+        with pytest.warns(UserWarning, match=r"min_new_tokens.*and model\.generation_config"):
+            attach(trainer)
+    trainer.train()
+    assert min(lengths) >= 10
+    assert 20 not in tokens
+    # The trainer says top_k and top_p itself.
+    assert len(tokens) > 20
+
+
 def test_a_transformers_config_attaches_with_logprobs(tmp_path):
     trainer = tiny_trainer(tmp_path, max_steps=1)
     generator = attach(trainer, ContinuousBatchingConfig(max_memory_percent=0.5))
@@ -293,6 +318,7 @@ def test_dropout_that_the_correction_would_take_for_a_new_policy_is_warned_of(tm
     ("settings", "message"),
     [
         ({"max_completion_length": 512}, "max_completion_length=512 leaves no room for a prompt"),
+        ({"max_completion_length": None}, "max_completion_length=None sets no end"),
         ({"temperature": 0.0}, "temperature=0.0, generation_kwargs=None: decoding is greedy"),
     ],
 )

@@ -380,7 +380,7 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
         biases.append(
             f"{adjustments}: completions are sampled from changed logits, the loss is of the "
             f"model's own; {effect}, and the drift does not show it. Take it out of the trainer's "
-            "settings and generation_kwargs."
+            "settings, generation_kwargs and model.generation_config."
         )
     for bias in biases:
         # The caller of attach().

@@ -48,7 +48,7 @@ class TestedCause(NamedTuple):
 
 
 def audit(
-    outputs: Iterable[GenerationOutput],
+    outputs: Iterable[GenerationOutput] | Mapping[str, GenerationOutput],
     model: torch.nn.Module,
     *,
     versions: Mapping[Any, Any] | None = None,
@@ -67,9 +67,9 @@ def audit(
     sequences, with images 18 more, and holds their logits: 4 bytes * `max_tokens` * vocabulary.
 
     Args:
-        outputs: a rollout's outputs, of any engine: `request_id`, `prompt_ids` and their `images`,
-            `generated_tokens`, as many `logprobs` (natural logarithms), and the `temperature`. If
-            none has `logprobs`, the tokens alone are tested, as draws from the model.
+        outputs: a rollout's outputs, or a dict of them, of any engine: `request_id`, `prompt_ids`
+            and their `images`, `generated_tokens`, as many `logprobs` (natural logarithms), and the
+            `temperature`. If none has `logprobs`, the tokens alone are tested, as draws.
         model: the trainer's causal language model as it was when it sampled, plain or wrapped by
             PEFT, DDP or accelerate, on one device.
         versions: earlier weights by name or number: a state dict of the model or of its adapter, or
@@ -112,10 +112,13 @@ def audit(
 
 
 def _chosen(
-    outputs: Iterable[GenerationOutput], num_sequences: int, max_tokens: int
+    outputs: Iterable[GenerationOutput] | Mapping[str, GenerationOutput],
+    num_sequences: int,
+    max_tokens: int,
 ) -> list[GenerationOutput]:
     """Return outputs within the limits, evenly chosen, with numbers for each token or for none."""
-    scored = [output for output in outputs if output.generated_tokens]
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    scored = [output for output in values if output.generated_tokens]
     if not scored:
         raise InvalidRequestError("no output holds a generated token; pass those of a rollout.")
     has_numbers = any(output.logprobs for output in scored)

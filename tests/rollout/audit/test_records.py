@@ -108,6 +108,24 @@ def test_lines_of_other_engines_are_read(tmp_path, name):
     assert own.prompt_ids == expected
 
 
+def test_a_last_line_needs_no_newline_and_sequences_without_an_id_have_their_lines(tmp_path):
+    path, rows = tmp_path / "rollouts.jsonl", [LINES[name] for name in ("chat", "chat")]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = read_rollouts(path, char_tokenizer())
+    assert [own.request_id for own in found] == ["line 1-0", "line 2-0"]
+    path.write_text(json.dumps(rows[0]) + '\n{"prompt_ids": [1')
+    with pytest.raises(ConfigurationError, match=f"line 2 of {path} is not a rollout"):
+        read_rollouts(path, char_tokenizer())
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    with pytest.raises(ConfigurationError, match="nowhere does not exist"):
+        read_rollouts(tmp_path / "nowhere", char_tokenizer())
+    record_run(tmp_path, rollout(0)[:1])
+    with pytest.raises(ConfigurationError, match="no sequence of step 99, but of 1, 2"):
+        read_rollouts(tmp_path, char_tokenizer(), step=99)
+
+
 def test_a_file_without_numbers_is_refused(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_text('{"prompt_ids": [1], "token_ids": [2]}\n')
