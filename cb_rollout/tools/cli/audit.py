@@ -23,6 +23,8 @@ def add_audit(commands: Any) -> None:
     parser.add_argument("--model", required=True, help="the checkpoint that should have sampled")
     text = "an earlier checkpoint; may be repeated"
     parser.add_argument("--version", action="append", default=[], help=text)
+    text = "a checkpoint whose tokenizer the engine may have had; may be repeated"
+    parser.add_argument("--tokenizer", action="append", default=[], help=text)
     parser.add_argument("--run", dest="run_id", metavar="ID", help="a run of RECORDS (the last)")
     parser.add_argument("--step", type=int, help="a step of that run (the last recorded)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
@@ -55,6 +57,7 @@ def _run(arguments: argparse.Namespace) -> Answer:
         load_model(arguments.model, dtype, device),
         tokenizer=tokenizer,
         versions={name: load_model(name, dtype, "cpu").state_dict for name in arguments.version},
+        tokenizers={name: load_tokenizer(name) for name in arguments.tokenizer},
         sampling_params=params,
         logprobs_mode=arguments.logprobs_mode,
         num_sequences=arguments.num_sequences,

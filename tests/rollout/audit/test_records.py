@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tiny import char_tokenizer, tiny_model
+from tokenizers import models
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.metrics.run_records import RunRecorder, SequenceRecord
@@ -150,3 +151,28 @@ def test_the_command_says_the_cause_and_exits_by_it(tmp_path, checkpoints, capsy
     )
     assert said["num_tokens"] == sum(len(own.generated_tokens) for own in outputs)
     assert main(["audit", str(tmp_path / "nothing.jsonl"), "--model", new]) == 2
+
+
+def test_the_command_names_another_tokenizer_of_the_engine(tmp_path, checkpoints, capsys):
+    new, _ = map(str, checkpoints)
+    # The engine's ids of letters and signs are one more than the trainer's.
+    words = char_tokenizer().get_vocab()
+    moved = {word: 3 + (index - 2) % 96 if index > 2 else index for word, index in words.items()}
+    other = char_tokenizer()
+    other.backend_tokenizer.model = models.WordLevel(moved, unk_token="<unk>")
+    other.save_pretrained(tmp_path / "other")
+    tiny_model(vocab_size=99).config.save_pretrained(tmp_path / "other")
+    texts, params = ["One and one?", "two", "12 x 12 ="] * 3, SamplingParams(max_new_tokens=12)
+    with RolloutGenerator(tiny_model(vocab_size=99), RolloutConfig(seed=0)) as generator:
+        prompts = other(text=texts)["input_ids"]
+        outputs = generator.generate_batch(prompts, sampling_params=params).values()
+    lines = [
+        {"prompt": text, "token_ids": own.generated_tokens, "logprobs": own.logprobs}
+        for text, own in zip(texts, outputs, strict=True)
+    ]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["audit", str(path), "--model", new]) == 1
+    assert "another tokenizer" not in capsys.readouterr().out
+    assert main(["audit", str(path), "--model", new, "--tokenizer", str(tmp_path / "other")]) == 1
+    assert "differ by: another tokenizer (" in capsys.readouterr().out
