@@ -40,7 +40,14 @@ def audited(setting, fault):
     return cause, report
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# Every fourth is tested often.
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, marks=[] if number % 4 == 0 else pytest.mark.slow)
+        for number, fault in enumerate(FAULTS)
+    ],
+)
 def test_the_cause_of_a_fault_comes_first(settings, fault):
     cause, report = audited(settings("llama", torch.float32), fault)
     assert report.cause is cause, str(report)

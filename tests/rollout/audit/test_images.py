@@ -13,7 +13,7 @@ from cb_rollout.rollout.audit.report import Cause
 from measure_audit import VISION_FAMILIES, clean_rollouts, image_faults, vision_setting
 
 NUM_NEW, NUM_CLEAN = 12, 6
-FAST = {("qwen2_5_vl", torch.float32), ("llava", torch.bfloat16)}
+FAST = {("llava", torch.bfloat16)}
 EACH = pytest.mark.parametrize(
     ("family", "dtype"),
     [
