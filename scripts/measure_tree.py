@@ -1,6 +1,6 @@
 """Measure the loss over conversations whose turns share their history, beside TRL's own path.
 
-python scripts/measure_tree.py            # an idle machine with more than 24 GiB, for TRL's own path
+python scripts/measure_tree.py            # an idle machine with over 24 GiB (TRL's own path)
 python scripts/measure_tree.py --short    # few tokens and one round
 
 SmolLM2-135M-Instruct on token ids drawn at random. Each turn of each conversation is a row: its
