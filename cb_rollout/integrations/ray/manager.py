@@ -418,11 +418,7 @@ class PoolManager:
             self._dispatch()
 
     def _dispatch(self) -> None:
-        capacities = {
-            number: worker.description.capacity
-            for number, worker in self._workers.items()
-            if worker.description is not None
-        }
+        capacities = {w.number: d.capacity for w in self._usable() if (d := w.description)}
         idle = [number for number in capacities if not self._dispatcher.load(number)]
         for number, items in self._dispatcher.assign(capacities).items():
             worker = self._workers[number]

@@ -70,6 +70,11 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
             f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
             "prompt itself, num_generations times; take it out."
         )
+    names = "max_completion_length", "max_new_tokens"
+    name = next(name for name in names if hasattr(trainer.args, name))
+    length = getattr(trainer.args, name)
+    if length is None:
+        raise ConfigurationError(f"{name}=None sets no end; give the trainer's config a number.")
     generation_config = _generation_config(trainer)
     if isinstance(config, SavedRollouts):
         replays = config.config.router_replay
@@ -87,11 +92,7 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
             accelerator=trainer.accelerator,
             optimizer=_optimizer(trainer),
         )
-    names, limits = ("max_completion_length", "max_new_tokens"), generator.manager.limits
-    name = next(name for name in names if hasattr(trainer.args, name))
-    length = getattr(trainer.args, name)
-    if length is None:
-        raise ConfigurationError(f"{name}=None sets no end; give the trainer's config a number.")
+    limits = generator.manager.limits
     holders = ("the model takes", limits.max_positions), ("a cache has", limits.max_cached_tokens())
     for holder, limit in holders:
         if limit is not None and length >= limit:

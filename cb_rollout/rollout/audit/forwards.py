@@ -44,7 +44,7 @@ class Change:
 
     weights: Weights = field(default_factory=dict)
     rows: Sequence[PackedRow] | None = None
-    """What the engine read: other tokens, images or positions; None: the recorded rows."""
+    """Rows that the engine read, of other tokens, images or positions; None: the recorded ones."""
     cached_weights: Weights | None = None
     """Weights that computed the keys of the first tokens; None: none are cached."""
     num_cached: Sequence[int] = ()

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,14 +25,7 @@ FAULTS = [name for name, *_ in engines(tiny_setting("llama", torch.float32))]
 
 @pytest.fixture(scope="module")
 def settings():
-    made = {}
-
-    def setting(family, dtype):
-        if (family, dtype) not in made:
-            made[family, dtype] = tiny_setting(family, dtype)
-        return made[family, dtype]
-
-    return setting
+    return cache(tiny_setting)
 
 
 def audited(setting, fault):

@@ -1,6 +1,7 @@
 """Rollouts of prompts with images are audited with them; faults of images are named."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -25,14 +26,7 @@ EACH = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def settings():
-    made = {}
-
-    def setting(family, dtype):
-        if (family, dtype) not in made:
-            made[family, dtype] = vision_setting(family, dtype)
-        return made[family, dtype]
-
-    return setting
+    return cache(vision_setting)
 
 
 @EACH
