@@ -76,6 +76,13 @@ def forget_longer_rows(model: torch.nn.Module) -> None:
                 module.forward(frequencies, first, **named)
 
 
+def rewritten_frequencies(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the frequencies that forwards rewrite, by the longest row so far."""
+    for module, types in rotary_modules(model):
+        if any("dynamic" in name or name == "longrope" for name in types.values()):
+            yield from module.buffers(recurse=False)
+
+
 def rotary_modules(
     model: torch.nn.Module,
 ) -> Iterator[tuple[Any, dict[str | None, str]]]:

@@ -2,7 +2,6 @@
 
 import ctypes
 import inspect
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
 
-from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.patching import replacing
 
 try:
@@ -273,37 +271,6 @@ def default_group_timeout() -> timedelta | None:
         return group._get_backend(group._device_types[0]).options._timeout
     except (AttributeError, IndexError, RuntimeError):
         return None
-
-
-def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object]:
-    """Return what a captured forward relies on, to be compared with what it relies on later.
-
-    These are modules, the functions that they run as `forward`, tensors' storages or addresses, and
-    peft's adapters.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    captured: list[object] = [
-        t.data_ptr() if by_address else (t.untyped_storage()._cdata, t.storage_offset())
-        for t in tensors
-    ]
-    module: Any
-    for module in model.modules():
-        captured.append((weakref.ref(module), forward_of(module), forward_numbers(module)))
-        if hasattr(module, "merged_adapters"):
-            captured += [tuple(module.active_adapters), tuple(module.merged_adapters)]
-            captured += [module.disable_adapters, dict(getattr(module, "scaling", {}))]
-    return captured
-
-
-def forward_numbers(module: torch.nn.Module) -> dict[str, float]:
-    """Return the numbers that a module's forward computes with in evaluation mode, by name.
-
-    Such are an epsilon and a scale; they are its attributes that are floats.
-    """
-    if isinstance(module, torch.nn.Dropout):
-        return {}
-    numbers = vars(module).items()
-    return {name: x for name, x in numbers if type(x) is float and "drop" not in name}
 
 
 def without_values() -> AbstractContextManager[None]:

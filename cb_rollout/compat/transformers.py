@@ -1,7 +1,6 @@
 """Reach past the public API of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21."""
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
@@ -10,12 +9,12 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import DataParallel
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AttentionInterface, PreTrainedModel, cache_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
 from cb_rollout.compat.patching import CountedPatch, replacing
 from cb_rollout.errors import ConfigurationError
@@ -38,15 +37,22 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     return innermost
 
 
-def collective_forward(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module to call for the model's forward: FSDP's root, or the innermost model.
+def trained_forward(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module to call for the forward that the trainer computes.
 
-    FSDP's root gathers the parameters of no unit, and accelerate 1.15 makes a PEFT wrapper the
-    root. DDP's forward would communicate, and is not needed.
+    That is the outermost wrapper that may compute something itself, as PEFT's for aLoRA and X-LoRA
+    and one of the user's may, or FSDP's root, which gathers the parameters of no unit. DDP,
+    `torch.compile` and DeepSpeed only pass a forward on, and DDP's would communicate.
     """
     wrappers = list(_wrappers(model))
-    roots = (w for w in wrappers if isinstance(w, FSDPModule | FullyShardedDataParallel))
-    return next(roots, wrappers[-1])
+    return next((w for w in wrappers if not _only_passes_on(w)), wrappers[-1])
+
+
+def _only_passes_on(wrapper: torch.nn.Module) -> bool:
+    is_compiled = "_orig_mod" in vars(wrapper).get("_modules", {})
+    is_replicated = isinstance(wrapper, DistributedDataParallel | DataParallel)
+    is_deepspeed = type(wrapper).__module__.startswith("deepspeed.")
+    return is_compiled or is_replicated or is_deepspeed
 
 
 def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -72,6 +78,21 @@ def _wrappers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
                 "plain or wrapped by PEFT, DDP, torch.compile or accelerate."
             )
         yield module
+
+
+ACTIVATED_LORA = (
+    "an activated LoRA (alora_invocation_tokens) begins at a place of each row that only PEFT's "
+    "wrapper knows"
+)
+
+
+def invocation_token_ids(model: torch.nn.Module) -> list[int]:
+    """Return the tokens that switch an activated LoRA of PEFT 0.21 on; empty: there is none."""
+    for wrapper in _wrappers(model):
+        for config in getattr(wrapper, "peft_config", {}).values():
+            if tokens := getattr(config, "alora_invocation_tokens", None):
+                return list(tokens)
+    return []
 
 
 def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
@@ -169,19 +190,6 @@ def forward_passes_on(model: PreTrainedModel) -> bool:
     """Return whether the class's forward passes on any argument, as transformers 5.23's do."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def forward_identity(model: PreTrainedModel, *, is_autocast: bool = False) -> tuple[Any, ...]:
-    """Return a value that changes when layers keep other states in the cache, or may do so.
-
-    accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; keys
-    then arrive in another dtype, unless the model runs `below_accelerate` (`is_autocast`). A layer
-    that was added or replaced keeps states of its own.
-    """
-    parameter = next(model.parameters())
-    modules = tuple(weakref.ref(module) for module in model.modules())
-    own_forward = forward_of(model) if is_autocast else model.__dict__.get("forward")
-    return (own_forward, parameter.dtype, parameter.device, vocab_size(model), modules)
 
 
 def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import write_state
+from cb_rollout.compat.module_state import model_settings, watched_tensors
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
@@ -30,7 +31,7 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
-from cb_rollout.engine.model.check import attempt, check_model
+from cb_rollout.engine.model.check import attempt, check_model, check_trained_model
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import (
@@ -54,8 +55,8 @@ _LOGGER = logging.getLogger(__name__)
 class Engine:
     """Generates tokens with one model, by continuous batching over a paged cache."""
 
-    _weights_seen: tuple[int, list[tuple[int, int]]] | None = None
-    """Writes to the weights when this policy version computed last; None: it has not."""
+    _function_seen: tuple[object, ...] | None = None
+    """Weights, settings and adapters when this policy version computed last; None: it has not."""
     _warned_of = ""
     """The slower paths that were logged last."""
 
@@ -117,6 +118,7 @@ class Engine:
         identity = self.runner.forward_identity
         self.runner.recorder = None
         self.layout = check_model(self.runner)
+        check_trained_model(self.runner, self.trained)
         if self.config.router_replay:
             self.layout = replace(self.layout, routes=self.runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
@@ -134,6 +136,14 @@ class Engine:
         )
         self._plan()
         self._identity = identity
+
+    def follow(self, trained: torch.nn.Module) -> None:
+        """Take a training model that was wrapped anew, and check what its forward computes."""
+        before = hf_compat.trained_forward(self.trained)
+        self.trained = trained
+        if hf_compat.trained_forward(trained) is not before and not self.runs_a_copy:
+            with devices.plain_modes(), self._computing():
+                check_trained_model(self.runner, trained)
 
     @property
     def _max_requests(self) -> int:
@@ -299,23 +309,28 @@ class Engine:
 
     def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
         self.policy_version = policy_version
-        self._weights_seen = None
+        self._function_seen = None
         self.runner.packed_linear.forget()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
-    def _notice_changed_weights(self) -> None:
+    def _notice_changed_function(self) -> None:
+        """Begin a policy version where the training module computes something else than before.
+
+        A write to a weight or a buffer changes it, and so do a setting and the active adapters.
+        """
         if self.runs_a_copy:
             return
-        seen = self._weights_seen
-        now = self.training.num_steps, list(map(write_state, self.model.parameters()))
+        seen = self._function_seen
+        writes = [write_state(tensor) for tensor in watched_tensors(self.model)]
+        now = (self.training.num_steps, writes, model_settings(self.model))
         if seen is not None and seen != now:
             self._forget_keys(self.policy_version + 1)
             _LOGGER.warning(
-                "the weights changed without sync_weights() or pause(): policy version %d begins "
-                "here; call sync_weights() after each optimizer step",
+                "the weights, settings or active adapters changed without sync_weights() or "
+                "pause(): policy version %d begins here; call sync_weights() after each change",
                 self.policy_version,
             )
-        self._weights_seen = now
+        self._function_seen = now
 
     def capture_wanted(self) -> None:
         """Capture the CUDA graphs that steps turned out to want; the engine must be paused."""
@@ -392,7 +407,7 @@ class Engine:
                     self._plan_anew()
             except RolloutError as error:
                 return self._executor.fail(list(self._scheduler.waiting), error)
-            self._notice_changed_weights()
+            self._notice_changed_function()
             self._eval_mode = ExitStack()
             self._eval_mode.enter_context(eval_mode(self.model))
             self._drop_stale_forwards()

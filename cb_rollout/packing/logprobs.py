@@ -6,6 +6,7 @@ K: completion tokens of a batch, H: hidden size, V: vocabulary.
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import is_sharded
+from cb_rollout.compat.module_state import forward_identity
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
@@ -101,6 +103,11 @@ def packed_logprobs(
             "packed_logprobs takes a model whose parameters are whole; under FSDP or ZeRO-3 attach "
             "a TRL trainer with loss_forward='packed', or call the model's own forward."
         )
+    if hf_compat.invocation_token_ids(model):
+        raise ConfigurationError(
+            f"packed_logprobs: {hf_compat.ACTIVATED_LORA}; call the model's own forward on each "
+            "output."
+        )
     hf_compat.refuse_sharded(inner)
     rows = rows_of_outputs(inner, outputs, temperature)
     device = next(inner.parameters()).device
@@ -171,11 +178,12 @@ def _scored_in_its_layout(
     model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow]
 ) -> dict[int, torch.Tensor]:
     """Return the log-probabilities of all rows, in the layout that agreed for this model."""
-    # A model that was cast, or that got another layer, is compared again.
-    key = rows[0].images is not None, hf_compat.forward_identity(inner)
+    # A model that was cast, wrapped anew, or that got another layer, is compared again.
+    wrapper = weakref.ref(hf_compat.trained_forward(model))
+    key = rows[0].images is not None, (forward_identity(inner), wrapper)
     layouts, reason = _LAYOUTS.get(inner, {}), ""
     if (layout := layouts.get(key)) is None:
-        layout, reason = _agreeing_layout(inner, rows)
+        layout, reason = _agreeing_layout(model, rows)
     _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
     try:
         scored = _scored(model, rows, layout)
@@ -196,11 +204,12 @@ def warn_of_padding(caller: str, reason: str, layout: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 
-def loss_path(inner: Any, rows: Sequence[PackedRow]) -> ExecutionPath:
+def loss_path(model: torch.nn.Module, rows: Sequence[PackedRow]) -> ExecutionPath:
     """Return how the packed forward of such rows runs."""
     try:
         with _REPLACING:
-            layout, reason = _agreeing_layout(inner, with_rope_sides(inner, rows))
+            rows = with_rope_sides(hf_compat.unwrap(model), rows)
+            layout, reason = _agreeing_layout(model, rows)
     except Exception as error:  # noqa: BLE001  a model may raise anything
         return ExecutionPath("packed loss", "not possible", error_text(error))
     runs = f"{layout}, not {PackingLayout.SHARED_PREFIXES}" if reason else str(layout)
@@ -273,19 +282,23 @@ def _chunk(
     return logprobs_K.index_copy(0, masked_M, own_M)
 
 
-def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayout, str]:
+def _agreeing_layout(
+    model: torch.nn.Module, rows: Sequence[PackedRow]
+) -> tuple[PackingLayout, str]:
     """Return the first layout that agrees with the plain forward, and why the one before does not.
 
-    At temperature 1, over the vocabulary: a lower temperature multiplies the rounding.
+    Both forwards go through the model's wrappers, which may compute something themselves. At
+    temperature 1, over the vocabulary: a lower temperature multiplies the rounding.
     """
+    outermost, inner = hf_compat.trained_forward(model), hf_compat.unwrap(model)
     plain = {"temperature": 1.0, "sampling_mask": None}
     rows = [row._replace(**plain) for row in representative(rows)[1]]
     num_tokens = sum(row.num_tokens for row in rows)
     runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
     reason = ""
-    with torch.no_grad(), eval_mode(inner):
+    with torch.no_grad(), eval_mode(outermost):
         expected = references(
-            lambda: [_plain(runner, row) for row in rows],
+            lambda: [_plain(runner, row, outermost) for row in rows],
             dtype,
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
@@ -293,7 +306,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
         for layout in (first_layout(packing_obstacle(inner)), PackingLayout.PADDED):
 
             def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
-                scored = _scored(inner, rows, layout)
+                scored = _scored(outermost, rows, layout)
                 return [scored[number] for number in range(len(rows))]
 
             try:
@@ -309,8 +322,8 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
                 return layout, reason
             reason = str(failed)
     raise ConfigurationError(
-        f"{type(inner).__name__} computes other log-probabilities packed than alone ({reason}); "
-        "call its own forward on each output."
+        f"{type(outermost).__name__} computes other log-probabilities packed than alone ({reason}"
+        "); call its own forward on each output."
     )
 
 
@@ -339,13 +352,14 @@ def routers_of(inner: Any) -> Routers:
     return _ROUTERS[inner]
 
 
-def _plain(runner: ModelRunner, row: PackedRow) -> torch.Tensor:
+def _plain(runner: ModelRunner, row: PackedRow, outermost: torch.nn.Module) -> torch.Tensor:
     inner, replaying = runner.model, nullcontext()
     routes_NLK = joined_routes([(row.routes, 0, row.num_tokens)], runner.device)
     if routes_NLK is not None:
         replaying = routers_of(inner).replaying(inner, routes_NLK)
     images = None if row.images is None else row.images.images
     with replaying:
-        logits_NV = runner.plain_logits([*row.prompt_ids, *row.completion_ids], images=images)
+        token_ids = [*row.prompt_ids, *row.completion_ids]
+        logits_NV = runner.plain_logits(token_ids, outermost, images=images)
     logits_TV = logits_NV[len(row.prompt_ids) - 1 : -1]
     return chosen_logprobs(logits_TV, to_device(row.completion_ids, runner.device))

@@ -207,9 +207,15 @@ class RolloutGenerator:
         return self.manager.policy_version
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Use this re-wrapped model as the weight source."""
+        """Use this re-wrapped model as the weight source.
+
+        Raises:
+            ConfigurationError: the model's own forward computes something else than the module
+                that generates.
+            WeightSyncError: the weights are shared, and the model inside is another one.
+        """
         self._weights.follow(model)
-        self.manager.engine.trained = self._weights.trained
+        self.manager.engine.follow(self._weights.trained)
 
     def sync_weights(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"

@@ -68,7 +68,7 @@ def create_weight_sync(
             weight_sync = WeightSync.COPY if is_copied else WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
-        return SharedWeights(module, precision.autocast_dtype)
+        return SharedWeights(model, precision.autocast_dtype)
     if config.numerics == Numerics.BITWISE and has_adapters(module):
         raise refused("bitwise, adapter in a copy")
     if hf_compat.is_quantized(module):
@@ -109,7 +109,7 @@ def _with_adapters(
         _LOGGER.info("weights: %s", selection)
     if weights is None:
         hf_compat.keep_differentiable(module)
-        weights = SharedWeights(module, precision.autocast_dtype)
+        weights = SharedWeights(model, precision.autocast_dtype)
     weights.selection = selection
     return weights
 

@@ -27,7 +27,12 @@ class WeightSynchronizer:
     """Storages without memory until the next sync, and the bytes of each."""
 
     def follow(self, trained: torch.nn.Module) -> None:
-        """Take a re-wrapped model as the weight source; a wrapper leaves the module inside."""
+        """Take a re-wrapped model as the weight source.
+
+        Raises:
+            WeightSyncError: shared weights are those of another module.
+        """
+        raise NotImplementedError
 
     def sync(self) -> int:
         """Take over the trained weights, and return the number of bytes written.
@@ -74,9 +79,20 @@ class WeightSynchronizer:
 class SharedWeights(WeightSynchronizer):
     """The training module in both roles: nothing is copied."""
 
-    def __init__(self, model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> None:
-        self.module = self.trained = model
+    def __init__(self, trained: torch.nn.Module, autocast_dtype: torch.dtype | None) -> None:
+        """Generate with a training module, wrapped or not."""
+        self.module, self.trained = hf_compat.unwrap(trained), trained
         self.autocast_dtype = autocast_dtype
+
+    def follow(self, trained: torch.nn.Module) -> None:
+        module = hf_compat.unwrap(trained)
+        if module is not self.module:
+            raise WeightSyncError(
+                f"follow() got another {type(module).__name__} than the one that generates, whose "
+                "weights are shared with its trainer; make a RolloutGenerator of the new model, or "
+                "set weight_sync='copy', which can follow a model of the same shape."
+            )
+        self.trained = trained
 
     def sync(self) -> int:
         hf_compat.refuse_sharded(self.module)

@@ -27,8 +27,9 @@ from cb_rollout.weights.replica import (
     require_match,
     tensors_by_name,
 )
+from cb_rollout.weights.settings import settings_of, take_over_settings
 from cb_rollout.weights.source import PlainSource, create_source, register_head
-from cb_rollout.weights.tensor import Weight, computed_by, values_of, weights_of
+from cb_rollout.weights.tensor import Weight, module_classes, values_of, weights_of
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -66,7 +67,11 @@ class CopiedWeights(WeightSynchronizer):
                 self._source, weights, shapes, precision, self._device, tensor_parallel_size
             )
         self._held = tensors_by_name(self.module)
-        self._computed = computed_by(self._source)
+        self._classes = module_classes(self._source)
+        self._settings = settings_of(self._source)
+        # Split layers have their own sizes: there only what changes later is taken over.
+        if tensor_parallel_size == 1:
+            take_over_settings(self.module, self._source, self._settings)
         self.sync()
 
     def follow(self, trained: torch.nn.Module) -> None:
@@ -84,6 +89,7 @@ class CopiedWeights(WeightSynchronizer):
         with devices.plain_modes(), torch.no_grad():
             self._check_forwards()
             source, weights = self._matching()
+            self._take_over_changed_settings()
             if self._released:
                 self._taken.clear()
             for storage, num_bytes in self._released:
@@ -141,8 +147,8 @@ class CopiedWeights(WeightSynchronizer):
         if replaced := torch_compat.own_forwards(self._source):
             raise WeightSyncError(
                 f"{len(replaced)} parts of the training module have a forward that is not their "
-                f"class's: {abbreviated(replaced)}. A copy takes over tensors only; use "
-                "weight_sync='shared'."
+                f"class's: {abbreviated(replaced)}. A copy takes over tensors and settings only; "
+                "use weight_sync='shared'."
             )
         hooked = torch_compat.own_hooks(self._source)
         if hooked and hooked != self._hooked:
@@ -156,17 +162,27 @@ class CopiedWeights(WeightSynchronizer):
     def _require_same_modules(self) -> None:
         """Raise `WeightSyncError` where a module of another kind computes since the copy was made.
 
-        The copy has the modules that the model's config describes, and only tensors are copied. A
-        number that the copy lacks is not computed with, such as a loss that a trainer notes.
+        The copy has the modules that the model's config describes: tensors and settings are taken
+        over, modules are not.
         """
-        now, before = computed_by(self._source), self._computed
-        replaced = [n for n in computed_by(self.module) if now.get(n) != before.get(n)]
+        now, before = module_classes(self._source), self._classes
+        replaced = [
+            name for name in module_classes(self.module) if now.get(name) != before.get(name)
+        ]
         if replaced:
             raise WeightSyncError(
                 f"{len(replaced)} parts of the training module compute something else than when "
-                f"its copy was made: {abbreviated(replaced)}. A copy takes over "
-                "tensors only; use weight_sync='shared', or make the change before training."
+                f"its copy was made: {abbreviated(replaced)}. A copy takes over tensors and "
+                "settings only; use weight_sync='shared', or make the change before training."
             )
+
+    def _take_over_changed_settings(self) -> None:
+        settings = settings_of(self._source)
+        changed = {
+            name: value for name, value in settings.items() if value != self._settings.get(name)
+        }
+        take_over_settings(self.module, self._source, changed)
+        self._settings = settings
 
     def _read(self) -> tuple[PlainSource, list[Weight], dict[Weight, torch.Size]]:
         # A trainer may have sharded the module since the last sync.
@@ -192,7 +208,7 @@ def _structure(model: torch.nn.Module) -> list[object]:
     """Return a value that changes when a tensor or a module is replaced, tied, resized or cast."""
     structure: list[object] = []
     for module in model.modules():
-        structure.append((weakref.ref(module), torch_compat.forward_numbers(module)))
+        structure.append(weakref.ref(module))
         for tensors in (module._parameters, module._buffers):
             # A resize or a cast may keep the tensor and replace its contents.
             structure += ((id(t), t.shape, t.dtype) for t in tensors.values() if t is not None)

@@ -106,14 +106,12 @@ def plain_modules(
             yield from plain_modules(child, path, merges_adapters=merges_adapters)
 
 
-def computed_by(model: torch.nn.Module) -> dict[str, type | float]:
-    """Return each plain module's class, by its path, and its numbers, by their names after it."""
-    computing: dict[str, type | float] = {}
-    for path, module, _ in plain_modules(model):
-        computing[path.removesuffix(".") or "the model"] = torch_compat.plain_class(module)
-        numbers = torch_compat.forward_numbers(module)
-        computing |= {f"{path}{name}": value for name, value in numbers.items()}
-    return computing
+def module_classes(model: torch.nn.Module) -> dict[str, type]:
+    """Return each plain module's class, by its path."""
+    return {
+        path.removesuffix(".") or "the model": torch_compat.plain_class(module)
+        for path, module, _ in plain_modules(model)
+    }
 
 
 def values_of(

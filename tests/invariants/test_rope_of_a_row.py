@@ -1,6 +1,7 @@
 """Rotary frequencies that follow a length follow the row's own, whatever runs beside it."""
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from cb_rollout import (
     SamplingParams,
     packed_logprobs,
 )
-from cb_rollout.compat.transformers import forward_identity
+from cb_rollout.compat.module_state import forward_identity
 from cb_rollout.packing.batch import PackingLayout
 from cb_rollout.packing.logprobs import _LAYOUTS
 
@@ -147,7 +148,8 @@ def plain_logprobs(model, output) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_takes_the_factors_of_each_whole_row(family, layout):
     model = longrope_model(family)
-    _LAYOUTS[model] = {(False, forward_identity(model)): layout}
+    key = (False, (forward_identity(model), weakref.ref(model)))
+    _LAYOUTS[model] = {key: layout}
     short, long = prompts(10, 20)
     outputs = [
         output_of(prompt, completion)

@@ -24,7 +24,8 @@ import torch
 from torch import fx
 
 from cb_rollout.compat import inductor
-from cb_rollout.compat.torch import captured_weights, has_hooks
+from cb_rollout.compat.module_state import captured_weights
+from cb_rollout.compat.torch import has_hooks
 from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
     DecodeCache,

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cb_rollout.compat import torch as torch_compat
+from cb_rollout.compat.module_state import captured_weights
+from cb_rollout.compat.torch import has_hooks
 from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.cuda_graphs.capture import CudaCapture, Replay
 from cb_rollout.engine.cuda_graphs.graph_sampler import PLAIN_SAMPLING, GraphSampler, GraphSampling
@@ -263,8 +264,8 @@ class GraphedDecoding:
 
     def check_weights(self) -> None:
         """Forget every graph if what it captured has changed, or the model has hooks."""
-        weights = torch_compat.captured_weights(self._runner.model, by_address=True)
-        self.has_hooks = torch_compat.has_hooks(self._runner.model)
+        weights = captured_weights(self._runner.model, by_address=True)
+        self.has_hooks = has_hooks(self._runner.model)
         if self.has_hooks or weights != self._weights:
             self.forget()
             self._weights, self._failure = weights, None

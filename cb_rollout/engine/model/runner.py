@@ -18,6 +18,7 @@ from cb_rollout.compat import accelerate as accelerate_compat
 from cb_rollout.compat import inductor, multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.module_state import forward_identity
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import AttentionBackend
@@ -114,7 +115,7 @@ class ModelRunner:
     @property
     def forward_identity(self) -> tuple[Any, ...]:
         is_autocast = self._autocast_dtype is not None
-        return hf_compat.forward_identity(self.model, is_autocast=is_autocast)
+        return forward_identity(self.model, is_autocast=is_autocast)
 
     def probe(self) -> CacheLayout:
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
@@ -419,7 +420,7 @@ def recomputed_logprobs(
         replaying = runner.recorder.routers.replaying(hf_compat.unwrap(model), routes_NLK)
     with replaying:
         logits_NV = runner.plain_logits(
-            request.token_ids, hf_compat.collective_forward(model), images=request.images
+            request.token_ids, hf_compat.trained_forward(model), images=request.images
         )
     chosen_T = devices.to_device(request.token_ids[num_prompt:], runner.device)
     logits_TV = logits_NV[num_prompt - 1 : -1]

@@ -94,7 +94,7 @@ class ContinuousBatchingManager:
             module,
             self.config,
             autocast_dtype,
-            trained,
+            model if trained is None else trained,
             optimizer,
             all_reduce_min=self.group and self.group.all_reduce_min,
         )

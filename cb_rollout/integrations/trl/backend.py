@@ -27,9 +27,11 @@ from cb_rollout.integrations.trl.records import TrainerRecords
 from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode
 from cb_rollout.packing.logprobs import routers_of
+from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.rollout.saved import RolloutSaver, SavedRollouts
 from cb_rollout.types import GenerationOutput
+from cb_rollout.weights.state import model_state
 
 if TYPE_CHECKING:
     from cb_rollout.strategies import GroupCollector
@@ -200,6 +202,8 @@ class GenerationBackend(TrainerCallback):
         """Samples groups ahead of the trainer; None: no strategy does."""
         self.make_batch: Callable[..., dict[str, Any]] | None = None
         """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
+        self._synced_model: list[object] = []
+        """State of the training model at the last sync."""
         self._is_training = False
         self._steps_to_come = 0
         self._step_began = time.perf_counter()
@@ -219,10 +223,16 @@ class GenerationBackend(TrainerCallback):
         values = [(self._trainer, name, value) for name, value in attributes.items()]
         self.installed.enter_context(replacing(values))
 
-    def begin_rollout(self, **known: Any) -> RolloutContext:
+    def begin_rollout(self, collected: Collected | None = None) -> RolloutContext:
+        """Begin a rollout of the trainer; all processes call it together.
+
+        `collected`: completions that a strategy sampled for it, after a sync of its own.
+        """
         self._save_rollout()
+        if collected is None:
+            self._forget_sync_of_another_model()
         step = self._trainer.state.global_step + (self._mode == "train")
-        self.context = RolloutContext(self._mode, step=step, **known)
+        self.context = RolloutContext(self._mode, step=step, collected=collected)
         return self.context
 
     def _save_rollout(self) -> None:
@@ -264,10 +274,24 @@ class GenerationBackend(TrainerCallback):
     def forget_synced_step(self) -> None:
         setattr(self._trainer, self._synced_step, -1)
 
+    def _forget_sync_of_another_model(self) -> None:
+        """Have the trainer sync again if its model computes otherwise than at this step's sync.
+
+        A callback may swap weights for an evaluation, `disable_adapter()` may stand around it, and
+        a checkpoint may be loaded before it.
+        """
+        if self._trainer.state.global_step != getattr(self._trainer, self._synced_step):
+            return
+        has_changed = model_state(self._trainer.model_wrapped) != self._synced_model
+        # A sync of a sharded model is of all processes.
+        if largest_of_all(self._trainer.accelerator, float(has_changed)):
+            self.forget_synced_step()
+
     def sync_weights(self) -> None:
-        """Sync the trainer's weights; TRL calls this once per optimizer step."""
+        """Sync the trainer's weights; TRL calls it where its step is not that of the last sync."""
         self.generator.follow(self._trainer.model_wrapped)
         self.generator.sync_weights()
+        self._synced_model = model_state(self._trainer.model_wrapped)
 
     def sync_once_a_step(self) -> None:
         """Sync as the trainer does before it generates (trl 1.16)."""
@@ -275,6 +299,11 @@ class GenerationBackend(TrainerCallback):
         if step != getattr(self._trainer, self._synced_step):
             self.sync_weights()
             setattr(self._trainer, self._synced_step, step)
+
+    def sync_if_changed(self) -> None:
+        """Sync before a strategy samples for a rollout that begins later."""
+        self._forget_sync_of_another_model()
+        self.sync_once_a_step()
 
     def generate(
         self,

@@ -18,6 +18,7 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
+from cb_rollout.compat.module_state import forward_identity
 from cb_rollout.compat.multimodal import image_argument_names, is_processor
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import compute_dtype, noting_saved_bytes, without_dropout
@@ -95,7 +96,7 @@ class PackedScores:
     @property
     def key(self) -> tuple[Any, ...]:
         """Forwards with equal keys share a comparison with the trainer's own."""
-        identity = hf_compat.forward_identity(hf_compat.unwrap(self.model))
+        identity = forward_identity(hf_compat.unwrap(self.model))
         return identity, self.layout, torch.is_grad_enabled(), self.has_images
 
     def scores(
@@ -220,6 +221,9 @@ class PackedLoss:
         self.tokens = LossTokens()
         if getattr(trainer.args, "torch_compile", False):
             self._give_up("torch_compile=True compiles the trainer's own forward", False)
+            self._layouts[True] = None
+        if hf_compat.invocation_token_ids(trainer.model):
+            self._give_up(hf_compat.ACTIVATED_LORA, False)
             self._layouts[True] = None
 
     def _require_forwards_of_any_size(self) -> None:
@@ -355,7 +359,7 @@ class PackedLoss:
         side = RowRope(model).side(run.batch.input_ids.shape[1])
         return replace(
             run,
-            model=hf_compat.collective_forward(run.model),
+            model=hf_compat.trained_forward(run.model),
             rows=[row._replace(rope_side=side) for row in rows],
             # One forward of the trainer, for sharded processes enter as many as each other.
             batch=replace(run.batch.at(numbers, None), counts=None),

@@ -137,7 +137,7 @@ class TrainerStrategy:
         groups, backend = self.groups, self._backend
         if groups is None:
             return score(self._repeated(rows))
-        backend.sync_once_a_step()
+        backend.sync_if_changed()
         backend.warm_up()
         self._offered.extend(rows)
         try:

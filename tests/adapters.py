@@ -1,0 +1,83 @@
+"""A tiny model with an adapter of each method that PEFT has, its weights far from their start."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from tiny import tiny_model
+
+INVOCATION = [40, 41, 42]
+"""Switches an activated LoRA on."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "ADALORA": {"total_step": 10},
+    "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 2, "target_modules": None},
+    "C3A": {"block_size": 16},
+    "FOURIERFT": {"n_frequency": 20},
+    "IA3": {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["norm"]},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [5, 6, 7]},
+    "VBLORA": {"vector_length": 32, "num_vectors": 16},
+}
+# What a method's config needs beside its type and the layers it adapts.
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "LORA (DoRA)": {"use_dora": True},
+    "LORA (rsLoRA)": {"use_rslora": True},
+    "LORA (bias)": {"lora_bias": True},
+    "LORA (embeddings)": {"target_modules": ["embed_tokens", "q_proj"]},
+    "LORA (activated)": {"alora_invocation_tokens": INVOCATION},
+    "LORA (saved modules)": {"modules_to_save": ["lm_head"]},
+    "LORA (trained tokens)": {"trainable_token_indices": [5, 6, 7]},
+}
+
+# AdaMSS imports scikit-learn, which nothing else here needs.
+METHODS = [
+    *sorted(str(kind.value) for kind in PEFT_TYPE_TO_CONFIG_MAPPING if kind != "ADAMSS"),
+    *VARIANTS,
+]
+
+
+def adapted(method: str, folder: Path, seed: int = 0) -> peft.PeftModel:
+    """A Llama with an adapter of a method, in evaluation mode; `folder` is for what it loads."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if method == "XLORA":
+            model = _mixture(folder)
+        else:
+            model = peft.get_peft_model(tiny_model("llama"), _config(method))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def _config(method: str) -> Any:
+    kind, _, variant = method.partition(" ")
+    config_class: Any = PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    known = inspect.signature(config_class).parameters
+    general = {"target_modules": ["q_proj", "up_proj"], "num_virtual_tokens": 4}
+    settings = {name: value for name, value in general.items() if name in known}
+    settings |= SETTINGS.get(kind, {})
+    if variant:
+        settings |= VARIANTS[method]
+    return config_class(task_type="CAUSAL_LM", **settings)
+
+
+def _mixture(folder: Path) -> peft.PeftModel:
+    """X-LoRA: two adapters, mixed by a classifier of the whole sequence."""
+    paths = {}
+    for name in ("0", "1"):
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False
+        )
+        peft.get_peft_model(tiny_model("llama"), config).save_pretrained(folder / name)
+        paths[name] = str(folder / name)
+    model = tiny_model("llama")
+    model.config.use_cache = False
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=64, adapters=paths)
+    return peft.get_peft_model(model, config)
