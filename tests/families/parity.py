@@ -16,6 +16,8 @@ from configs import tiny_config
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout.compat.fsdp import write_state
+from cb_rollout.compat.module_state import model_settings, watched_tensors
 from cb_rollout.engine.request import Request
 
 TOLERANCE = 1e-5
@@ -101,7 +103,7 @@ def check(model: PreTrainedModel) -> Parity:
         max_batch_tokens=24,
     )
     with RolloutGenerator(model, config) as generator:
-        engine = generator.manager.engine
+        engine, state = generator.manager.engine, state_beside_weights(model)
         greedy = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)
         sampled = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
         *inputs, group = prompts(*GREEDY_LENGTHS, GROUP_LENGTH)
@@ -124,9 +126,17 @@ def check(model: PreTrainedModel) -> Parity:
         compare(model, requests, starts, found)
         assert [request.num_generated for request in requests] == [NEW_TOKENS] * len(requests)
         assert engine.num_blocks_used == 0
+        # Else each rollout would probe the model again, or begin a policy version of its own.
+        assert state_beside_weights(model) == state, "a rollout changes what identifies the model"
         found.num_preemptions = engine.counters.preemptions
         found.batch_layout = engine.runner.batch_layout.value
     return found
+
+
+def state_beside_weights(model: PreTrainedModel) -> tuple[list[object], list[object]]:
+    """What identifies the function that a model computes, but for its parameters."""
+    buffers = [t for t in watched_tensors(model) if not isinstance(t, torch.nn.Parameter)]
+    return model_settings(model), [write_state(buffer) for buffer in buffers]
 
 
 @torch.no_grad()

@@ -1,0 +1,104 @@
+"""Write docs/adapters.md: what becomes of a model with an adapter of each PEFT method.
+
+python scripts/adapter_methods.py    # a few minutes on one core
+"""
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests")]
+
+from adapters import INVOCATION, METHODS, adapted  # noqa: E402 - a file of the tests
+from tiny import largest_difference, plain_logprobs  # noqa: E402
+
+from cb_rollout import (  # noqa: E402
+    GenerationOutput,
+    RolloutConfig,
+    RolloutError,
+    RolloutGenerator,
+    SamplingParams,
+    packed_logprobs,
+)
+
+PAGE = """# Adapters
+
+Every method of PEFT {version}, on a tiny Llama whose adapter's weights are far from their start.
+A number is the largest difference, in nats, between a sampled token's log-probability and a plain
+forward *through the object that you hold*: the `PeftModel`, with whatever its own forward does. A
+sentence is the error that the method ends in.
+
+- *shared*: the adapter runs unmerged (`weight_sync="shared"`).
+- *copy*: the adapter is merged into the engine's copy of the weights (`weight_sync="copy"`).
+- *packed*: `packed_logprobs`, and the packed loss of `attach`.
+
+When an engine is made, it compares the forward of your object with that of the module inside, and
+refuses a wrapper that computes something itself. `attach` and `packed_logprobs` do the same.
+
+`scripts/adapter_methods.py` wrote this page. AdaMSS needs scikit-learn and was not tried.
+
+| method | shared | copy | packed |
+|---|---|---|---|
+{table}
+"""
+
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, seed=1)
+PROMPTS = [[5, 6, 7, 8, *INVOCATION, 9, 10, 11], [5, 6, 7, 8]]
+
+
+def main() -> None:
+    """Try each method, and write the page."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = []
+    for method in METHODS:
+        cells = [_outcome(_sampled, method, weight_sync) for weight_sync in ("shared", "copy")]
+        cells.append(_outcome(_packed, method, ""))
+        rows.append(f"| {method} | {' | '.join(cells)} |")
+        print(rows[-1], flush=True)
+    page = PAGE.format(version=peft.__version__, table="\n".join(rows))
+    (ROOT / "docs" / "adapters.md").write_text(page)
+
+
+def _outcome(measure: Callable[[Any, str], float], method: str, weight_sync: str) -> str:
+    """Return a difference in nats, or the first sentence of the refusal."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = adapted(method, Path(folder))
+    try:
+        return f"{measure(model, weight_sync):.1e}"
+    except RolloutError as error:
+        first_line, *_ = str(error).splitlines()
+        return first_line.replace("|", "\\|")
+
+
+def _sampled(model: torch.nn.Module, weight_sync: str) -> float:
+    config = RolloutConfig(seed=0, weight_sync=weight_sync)
+    with RolloutGenerator(model, config) as generator:
+        outputs = generator.generate_batch(PROMPTS, num_return_sequences=2, sampling_params=PARAMS)
+    return largest_difference(model, outputs.values())
+
+
+def _packed(model: torch.nn.Module, _: str) -> float:
+    outputs = [
+        GenerationOutput(f"row {number}", prompt, [20, 21 + number, 22], [0.0, 0.0, 0.0])
+        for number, prompt in enumerate((PROMPTS[0], *PROMPTS))
+    ]
+    packed = packed_logprobs(model, outputs)
+    differences = [0.0]
+    for output, logprobs_T in zip(outputs, packed, strict=True):
+        plain = plain_logprobs(model, output.prompt_ids, output.generated_tokens)
+        differences += [
+            abs(ours - theirs) for ours, theirs in zip(logprobs_T.tolist(), plain, strict=True)
+        ]
+    return max(differences)
+
+
+if __name__ == "__main__":
+    main()
