@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from cb_rollout.errors import InvalidRequestError, error_text
+from cb_rollout.integrations.json_schema import enforceable
 
 # Of one word of xgrammar's masks.
 BITS = 32
@@ -63,8 +64,9 @@ class XGrammar:
         except (ValueError, RecursionError) as error:
             raise _refusal("JSON schema", f"it is not JSON: {error_text(error)}") from error
         _require_bounded(parsed)
+        text = json.dumps(enforceable(parsed))
         compiler = _compiler(tokenizer, vocab_size)
-        text, whitespace = json.dumps(parsed), {"max_whitespace_cnt": MAX_WHITESPACE}
+        whitespace = {"max_whitespace_cnt": MAX_WHITESPACE}
         return cls(_compiled("JSON schema", compiler.compile_json_schema, text, **whitespace))
 
     @classmethod
