@@ -133,6 +133,8 @@ def enforced_pattern(path: str, pattern: Any) -> str:
         token = _TOKEN.match(pattern, place)
         if token is None:
             raise _unread(path, pattern[place], place, "write the pattern without it")
+        if token[0] == "(" and pattern.startswith("(?", place):
+            raise _unread(path, pattern[place : place + 3], place, "use ( or (?: for a group")
         text, is_set = token[0], bool(token["class"] or token["atom"])
         if token["anchor"]:
             is_outermost = place == 0 if text == "^" else token.end() == len(pattern)
