@@ -92,7 +92,7 @@ UNENFORCED = {
     "escaped": ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}, "$ref"),
     "inner $id": ({"type": "array", "items": {"$id": "https://a.b", **STRING}}, "$id"),
     "nullable": ({**INTEGER, "nullable": True}, "nullable"),
-    "unknown": ({**INTEGER, "maximun": 3}, "maximun"),
+    "unknown": ({**INTEGER, "maxValue": 3}, "maxValue"),
 }
 
 
