@@ -157,6 +157,118 @@ from cb_rollout.integrations.xgrammar import XGrammar
 grammar = XGrammar.from_json_schema(schema, tokenizer, vocab_size=model.config.vocab_size)
 outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(grammar=grammar))
 ```
+
+### JSON schemas
+
+Each keyword of a JSON schema is enforced, or refused before a token is sampled: the
+`InvalidRequestError` names the keyword, its path in the schema, and what to do. `strict` changes
+nothing. xgrammar by itself ignores many keywords, so cb_rollout holds a list of what xgrammar 0.2.8
+enforces (`cb_rollout/integrations/json_schema.py`), and rewrites what it enforces only partly:
+
+- Lengths, patterns and the formats `date`, `time`, `date-time`, `email`, `hostname` and `ipv4`
+  become patterns of characters that JSON does not escape. These formats are narrower than the
+  standard: no leap seconds, no quoted names, years 1000 to 2999. `duration`, `ipv6`, `uri`,
+  `uri-reference`, `uri-template` and `uuid` are xgrammar's. Other formats are refused.
+- A pattern has to match the whole string. It has no `^` and `$` but at its ends, no assertions
+  and no escapes but classes, punctuation and `\\uXXXX`.
+- An object has no property but those that `properties`, `patternProperties`, `propertyNames` or
+  `additionalProperties` allow, in the order of the schema.
+- A number with bounds has at most 6 decimals. Where no such number lies between them, they are
+  refused.
+- A keyword needs its `type`, and stands beside no `$ref`, `const`, `enum`, `anyOf`, `oneOf` or
+  `allOf`, which xgrammar reads alone. `type` may stand beside `const` and `enum`.
+- The branches of `oneOf` need types or texts of their own, or a required property with texts of
+  its own.
+- `title`, `description`, `default`, `examples`, `deprecated`, `readOnly`, `writeOnly`,
+  `$comment`, `$schema`, `$defs`, `definitions`, `discriminator`, and `$id` at the root, assert
+  nothing and are taken.
+
+`python scripts/measure_json_schema.py` compares xgrammar by itself, as cb_rollout uses it, and
+llguidance 1.9.1 on texts that obey a schema and texts that do not:
+
+| keyword | xgrammar | cb_rollout | llguidance |
+|---|---|---|---|
+| type | enforced | enforced | enforced |
+| const | enforced | partly refused | enforced |
+| enum | enforced | enforced | enforced |
+| enum beside type | enforced | enforced | enforced |
+| enum beside another type | 1 of 1 wrong pass | refused | enforced |
+| enum beside minLength | 1 of 1 wrong pass | refused | enforced |
+| minLength, maxLength | 2 of 4 wrong pass | enforced | enforced |
+| pattern | 2 of 9 wrong pass | partly refused | enforced |
+| pattern with anchors inside | enforced | refused | enforced |
+| pattern that looks ahead | 1 of 1 wrong pass | refused | refused |
+| pattern beside minLength | 1 of 2 wrong pass | refused | enforced |
+| format: date | 1 of 2 wrong pass | enforced | enforced |
+| format: time | 1 of 2 wrong pass | enforced | 1 of 2 wrong pass |
+| format: date-time | 1 of 2 wrong pass | enforced | enforced |
+| format: duration | enforced | enforced | enforced |
+| format: email | enforced | enforced | enforced |
+| format: hostname | enforced | enforced | enforced |
+| format: ipv4 | 1 of 3 wrong pass | enforced | enforced |
+| format: ipv6 | enforced | enforced | enforced |
+| format: uri | enforced | enforced | enforced |
+| format: uuid | enforced | enforced | enforced |
+| format: json-pointer | 1 of 2 wrong pass | refused | refused |
+| format: iri | 2 of 2 wrong pass | refused | refused |
+| format: regex | 2 of 2 wrong pass | refused | refused |
+| format beside maxLength | 1 of 1 wrong pass | refused | enforced |
+| bounds of integers | enforced | enforced | enforced |
+| exclusive bounds of integers | enforced | enforced | enforced |
+| bounds of numbers | enforced | enforced | enforced |
+| exclusive bounds of numbers | enforced | enforced | enforced |
+| a narrow range of numbers | 1 of 3 wrong pass | refused | enforced |
+| multipleOf of integers | enforced | enforced | enforced |
+| multipleOf beside one bound | 1 of 2 wrong pass | refused | enforced |
+| multipleOf of numbers | 1 of 1 wrong pass | refused | enforced |
+| items | enforced | enforced | enforced |
+| minItems, maxItems | enforced | enforced | enforced |
+| prefixItems | enforced | enforced | enforced |
+| uniqueItems | 2 of 2 wrong pass | refused | refused |
+| contains | 2 of 2 wrong pass | refused | refused |
+| contains, maxContains | 1 of 1 wrong pass | refused | refused |
+| unevaluatedItems | enforced | enforced | refused |
+| properties | enforced | enforced | enforced |
+| required | enforced | enforced | enforced |
+| required without properties | 2 of 2 wrong pass | refused | enforced |
+| additionalProperties: false | enforced | enforced | enforced |
+| additionalProperties: {...} | enforced | enforced | enforced |
+| additionalProperties beside properties | 1 of 3 wrong pass | enforced | 1 of 3 wrong pass |
+| patternProperties | enforced | enforced | enforced |
+| patternProperties that overlap | 2 of 2 wrong pass | refused | refused |
+| patternProperties beside additionalProperties | enforced | refused | enforced |
+| propertyNames | enforced | enforced | refused |
+| propertyNames of enum | enforced | enforced | refused |
+| propertyNames beside properties | 1 of 1 wrong pass | refused | refused |
+| minProperties, maxProperties | enforced | enforced | refused |
+| minProperties of any names | 1 of 2 wrong pass | refused | 1 of 2 wrong pass |
+| dependentRequired | 1 of 1 wrong pass | refused | refused |
+| dependentSchemas | 1 of 1 wrong pass | refused | refused |
+| unevaluatedProperties | enforced | enforced | refused |
+| anyOf | enforced | enforced | enforced |
+| anyOf beside other keywords | 2 of 2 wrong pass | refused | enforced |
+| oneOf of branches apart | enforced | enforced | enforced |
+| oneOf of branches that overlap | 1 of 1 wrong pass | refused | refused |
+| allOf of one schema | enforced | enforced | enforced |
+| allOf | 2 of 2 wrong pass | refused | enforced |
+| not | 1 of 1 wrong pass | refused | refused |
+| if, then, else | 2 of 2 wrong pass | refused | refused |
+| $ref | enforced | enforced | enforced |
+| $ref to itself | enforced | enforced | enforced |
+| $ref without end | enforced | refused | enforced |
+| $ref beside other keywords | 1 of 1 wrong pass | refused | enforced |
+| $anchor | 1 of 1 wrong pass | refused | enforced |
+| $dynamicRef | 1 of 1 wrong pass | refused | refused |
+| keywords without type | 1 of 1 wrong pass | refused | enforced |
+| false | refused | refused | enforced |
+
+On the JSON-Schema-Test-Suite for draft 2020-12, most of whose schemas name no type:
+
+| library | schemas | refused | wrong texts that pass | right texts shut out |
+|---|---|---|---|---|
+| xgrammar | 368 | 24 | 258 of 481 | 77 of 719 |
+| cb_rollout | 368 | 273 | 0 of 156 | 28 of 157 |
+| llguidance | 368 | 204 | 0 of 237 | 22 of 352 |
 """
 
 METRICS_HEADER = """# Metrics

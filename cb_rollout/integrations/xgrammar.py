@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 
 from cb_rollout.errors import InvalidRequestError, error_text
+from cb_rollout.integrations.json_schema import enforceable
 
 # Of one word of xgrammar's masks.
 BITS = 32
@@ -29,9 +30,8 @@ MAX_WHITESPACE = 16
 # objects and arrays of a schema: compilation takes seconds beyond.
 MAX_NESTING, MAX_SCHEMA_NODES = 64, 2048
 
-# Of one pattern of a schema: characters, and anchors, for each of which xgrammar prints it again.
-# Of all patterns together: characters, counted repetitions written out.
-MAX_PATTERN_CHARACTERS, MAX_ANCHORS, MAX_PATTERN_STATES = 4096, 16, 1 << 14
+# Characters of one pattern of a schema, and of all its patterns, counted repetitions written out.
+MAX_PATTERN_CHARACTERS, MAX_PATTERN_STATES = 4096, 1 << 14
 
 # Each compiler holds its tokenizer, and is made in a pass over the vocabulary. The bytes are of the
 # compiled grammars that it keeps for their next use.
@@ -45,8 +45,8 @@ class XGrammar:
 
     Raises:
         ImportError: xgrammar is not installed.
-        InvalidRequestError: the text is malformed, exceeds a bound of this module, or xgrammar does
-            not support it.
+        InvalidRequestError: the text is malformed, exceeds a bound of this module, or says what
+            xgrammar does not enforce.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -57,14 +57,18 @@ class XGrammar:
     def from_json_schema(
         cls, schema: str | dict[str, Any], tokenizer: Any, vocab_size: int
     ) -> Self:
-        """Allow JSON that obeys a JSON schema, given as text or as a dict."""
+        """Allow JSON that obeys a JSON schema, given as text or as a dict.
+
+        Every keyword is enforced, or refused: see `integrations.json_schema`.
+        """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
         except (ValueError, RecursionError) as error:
             raise _refusal("JSON schema", f"it is not JSON: {error_text(error)}") from error
         _require_bounded(parsed)
+        text = json.dumps(enforceable(parsed))
         compiler = _compiler(tokenizer, vocab_size)
-        text, whitespace = json.dumps(parsed), {"max_whitespace_cnt": MAX_WHITESPACE}
+        whitespace = {"max_whitespace_cnt": MAX_WHITESPACE}
         return cls(_compiled("JSON schema", compiler.compile_json_schema, text, **whitespace))
 
     @classmethod
@@ -120,10 +124,9 @@ def unpacked(words: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 _EBNF_STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
 
-# An escaped character, a class (closed by the first bracket), an assertion, a repetition.
+# An escaped character, a class (closed by the first bracket), a repetition.
 _REGEX_TOKEN = re.compile(
     r"(?P<atom>\\.|\[(?:\\.|[^\]\\])*\])"
-    r"|(?P<assertion>\(\?<?[=!])"
     r"|(?P<repeat>\{(?P<least>\d+)?(?P<comma>,)?(?P<most>\d+)?\})"
     r"|.",
     re.DOTALL,
@@ -156,21 +159,15 @@ def _require_bounded(schema: Any) -> None:
 def _num_states(pattern: str) -> int:
     """Return the number of characters of a pattern, counted repetitions written out.
 
-    Refuses one that is too long or too deep, or of which xgrammar would print or ignore something.
+    Refuses one that is too long or too deep.
     """
     what = "JSON schema"
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         raise _refusal(what, f"a pattern has more than {MAX_PATTERN_CHARACTERS:,} characters")
-    if not pattern.isprintable():
-        raise _refusal(what, "a pattern holds a character that is not printable; escape it")
-    if pattern.count("^") + pattern.count("$") > MAX_ANCHORS:
-        raise _refusal(what, f"a pattern has more than {MAX_ANCHORS} anchors")
     _require_shallow(pattern, what)
     # The states of each open group, and of the newest part, which a repetition repeats.
     groups, newest = [0], 0
     for token in _REGEX_TOKEN.finditer(pattern):
-        if token["assertion"]:
-            raise _refusal(what, "a pattern looks ahead or behind, which cannot be enforced")
         if token["repeat"]:
             # Digits beyond any bound of xgrammar's are not read.
             counts = [count[:10] for count in (token["least"], token["most"]) if count]

@@ -201,12 +201,22 @@ class Message(Strict):
 
 
 class FunctionDefinition(Strict):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema for the chat template."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @field_validator("strict")
+    @classmethod
+    def _refuse_strict(cls, strict: bool | None) -> bool | None:
+        if strict:
+            raise ValueError(
+                "a call is parsed and not constrained; leave strict out, and check the arguments "
+                "of each call"
+            )
+        return strict
 
 
 class Tool(Strict):

@@ -179,7 +179,7 @@ class ServedModel:
             compile_it = partial(XGrammar.from_json_schema, schema)
         try:
             return await on_thread(self._grammar_thread, compile_it, self._compiling, vocab_size)
-        except ImportError as error:
+        except (ImportError, InvalidRequestError) as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
     async def prompt_logprobs(

@@ -20,6 +20,11 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+UNENFORCED = {
+    "type": "object",
+    "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}},
+}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call>'
 SCHEMA = {
     "type": "object",
@@ -247,8 +252,18 @@ def test_an_answer_in_json_obeys_its_schema(chat):
                     "json_schema": {"name": "x", "schema": {"type": "nonsense"}},
                 }
             },
-            "cannot be compiled",
+            "response_format: the JSON schema cannot be enforced: `type` at # is",
         ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": UNENFORCED},
+                }
+            },
+            "does not enforce `uniqueItems` at #/properties/tags; leave it out",
+        ),
+        ({"tools": [STRICT]}, "strict: .*a call is parsed and not constrained; leave strict out"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_refused_with_its_reason(chat, settings, said):
