@@ -36,6 +36,7 @@ COSTS = {
         "Costs a byte per token, layer and chosen expert (two above 256 experts); decode steps "
         "run without CUDA graphs or a trace."
     ),
+    "replay_num_rollouts": "Costs the memory of that many rollouts' records.",
     "old_logps": "The sampled ones save a forward per rollout; set max_logprob_drift with rollout.",
     "loss_forward": "packed compares some rows of the first batch with the trainer's forward.",
     "loss_tokens_per_forward": "Lower: less memory; a batch that is cut costs one more forward.",

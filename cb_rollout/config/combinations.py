@@ -97,6 +97,14 @@ COMBINATIONS = {
         "`sampling_mask='replay'` or `router_replay=True`", "a `rollout_func` of your own",
         "{setting} needs completions of the attached generator, and rollout_func brought others; "
         "generate with cb_rollout.make_rollout_func, or set {other}."),
+    "replay, unknown row": Combination(
+        "`sampling_mask='replay'` or `router_replay=True`",
+        "rows that a trainer class of your own makes or keeps for longer",
+        "row {number} of a batch of {num_rows} has {num_prompt_tokens} tokens of a prompt and "
+        "{num_completion_tokens} of a completion, which the attached generator sampled neither in "
+        "the latest rollout nor in the {num_earlier} training rollouts before it that are kept, "
+        "and {setting} needs its record; raise replay_num_rollouts, train on tokens as they were "
+        "sampled, or set {other}."),
     "rollout dtype, autocast": Combination(
         "`rollout_dtype`", "another mixed precision of accelerate",
         "rollout_dtype={value} under accelerate's mixed precision {precision}, in which the "

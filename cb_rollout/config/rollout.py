@@ -182,6 +182,11 @@ class RolloutConfig:
         "Mixture of experts: record the experts that each token takes in the rollout, prompts "
         "included; every forward of the loss takes them again, with its own scores of them.",
     )
+    replay_num_rollouts: int = setting(
+        4,
+        "Earlier training rollouts whose sampling masks and experts are kept for a trainer class "
+        "of your own that trains on their rows again; 0: none.",
+    )
     old_logps: str = setting(
         "auto",
         "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
@@ -289,7 +294,7 @@ TRAINER_FIELDS: dict[str, tuple[Any, ...]] = {
     "old_logps": (), "loss_forward": (), "loss_tokens_per_forward": (),
     "verify_every_steps": (0,), "verify_num_sequences": (),
     "max_logprob_drift": (), "on_logprob_drift": (), "record_num_sequences": (0,),
-    "save_rollouts": (),
+    "save_rollouts": (), "replay_num_rollouts": (0,),
     "concurrent_tools": (), "tool_timeout_seconds": (),
 }  # fmt: skip
 GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {

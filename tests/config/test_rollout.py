@@ -56,6 +56,7 @@ def test_an_unknown_field_like_no_other_is_answered_with_all_of_them():
         ("verify_every_steps", -1, 0),
         ("verify_num_sequences", 0, 1),
         ("record_num_sequences", -1, 0),
+        ("replay_num_rollouts", -1, 0),
     ],
 )
 def test_a_number_has_a_least_value(field, value, least):

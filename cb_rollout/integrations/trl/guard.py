@@ -27,7 +27,7 @@ from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.backend import AttachedGenerator
 from cb_rollout.integrations.trl.images import image_arguments
-from cb_rollout.integrations.trl.loss_rows import LossBatch, LossRow
+from cb_rollout.integrations.trl.loss_rows import UNKNOWN_ID, LossBatch, LossRow
 from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_whole_model
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.rollout.distributed import largest_of_all
@@ -125,7 +125,7 @@ class LogprobGuard:
         """Compare tokens of some rows by the current policy, once for each rollout that is due.
 
         Args:
-            batch: all rows; tokens that its mask leaves out are skipped.
+            batch: all rows; unknown rows, and tokens that its mask leaves out, are skipped.
             recomputed_BT: log-probabilities of all rows; old_logps="auto" then compares all. None:
                 they are computed here.
 
@@ -133,17 +133,17 @@ class LogprobGuard:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
         rows, version = batch.rows, self._generator.policy_version
-        if not self.is_due or largest_of_all(
-            self._trainer.accelerator, any(row.logprobs is None for row in rows)
-        ):
+        known = [number for number, row in enumerate(rows) if row.id != UNKNOWN_ID]
+        is_unfit = not known or any(rows[number].logprobs is None for number in known)
+        if not self.is_due or largest_of_all(self._trainer.accelerator, is_unfit):
             return
         self.is_due = False
         is_of_all = recomputed_BT is not None and self._is_auto
-        num_chosen = len(rows) if is_of_all else self._config.verify_num_sequences
-        stride = max(1, len(rows) // num_chosen)
+        num_chosen = len(known) if is_of_all else self._config.verify_num_sequences
+        stride = max(1, len(known) // num_chosen)
         # Other rows each time, so that every row is checked at some time.
         first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
-        chosen = list(range(first, len(rows), stride))[:num_chosen]
+        chosen = known[first::stride][:num_chosen]
         if recomputed_BT is None:
             trained_BT = self._recompute(batch.at(chosen, len(chosen)))
         else:

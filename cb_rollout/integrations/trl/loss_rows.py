@@ -37,13 +37,20 @@ Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # a strategy sends groups to other processes: each record goes where its row is trained.
 ROWS_KEY = "rollout_rows"
 
+# The column of the rows' ids, (B,) int64. A trainer class of one's own may reorder what TRL has
+# scored, and does to a tensor what it does to the others.
+ROW_IDS = "rollout_row_ids"
+
+# Of rows that the attached generator did not sample, or whose records are no longer kept.
+UNKNOWN_ID = -1
+
 
 @dataclass(frozen=True, slots=True)
 class LossRow:
     """One sequence of the trainer's batch, from its generation to its loss."""
 
     id: int
-    """No other row of the run, on any process, has it."""
+    """No other row of the run, on any process, has it; `UNKNOWN_ID`: its origin is not known."""
     prompt_ids: list[int]
     completion_ids: list[int]
     is_sampled: list[bool]
@@ -61,6 +68,43 @@ class LossRow:
     """An `array("i")` of ids for each completion token; None: replay is off."""
     routes: Any = None
     """Experts that the first tokens took, `[tokens, L, K]`; None: not recorded."""
+
+    @classmethod
+    def unknown(cls, prompt_ids: list[int], completion_ids: list[int]) -> "LossRow":
+        """Return a record of tokens alone."""
+        return cls(
+            UNKNOWN_ID,
+            prompt_ids,
+            completion_ids,
+            is_sampled=[True] * len(completion_ids),
+            logprobs=None,
+            versions=[None] * len(completion_ids),
+        )
+
+    def cut(self, num_tokens: int) -> "LossRow":
+        """Return the record of the first tokens of the completion."""
+        if num_tokens == len(self.completion_ids):
+            return self
+        masks, routes = self.sampling_mask, self.routes
+        return replace(
+            self,
+            completion_ids=self.completion_ids[:num_tokens],
+            is_sampled=self.is_sampled[:num_tokens],
+            logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
+            versions=self.versions[:num_tokens],
+            finish_reason=None,
+            is_stopped=False,
+            sampling_mask=None if masks is None else masks[:num_tokens],
+            routes=None if routes is None else routes[: len(self.prompt_ids) + num_tokens],
+        )
+
+    def was_sampled_by(self, version: int) -> bool:
+        """Return True if a token is of a policy version, or if no token's version is known.
+
+        False for a row whose origin is not known.
+        """
+        known = {own for own in self.versions if own is not None}
+        return self.id != UNKNOWN_ID and (not known or version in known)
 
     @property
     def name(self) -> str:
@@ -87,7 +131,7 @@ class LossBatch:
     """Rows in one forward of the trainer; None: all."""
     settings: dict[str, Any] = field(default_factory=dict)
     rows: Sequence[LossRow] = ()
-    """Empty: the batch was not generated here."""
+    """One for each row; empty: the batch was not generated here."""
     advantages: torch.Tensor | None = None
     """(B,): rows at 0 have no gradient; None: all rows have a gradient."""
     counts: Disagreement | None = None
@@ -101,6 +145,9 @@ class LossBatch:
         width = batch["completion_ids"].shape[1]
         return cls(ids, mask, width, settings=image_arguments(batch), rows=rows)
 
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
     @property
     def completion_mask(self) -> torch.Tensor:
         return self.attention_mask[:, -self.logits_to_keep :]
@@ -111,7 +158,7 @@ class LossBatch:
 
     @property
     def is_masked(self) -> bool:
-        return bool(self.rows) and self.rows[0].sampling_mask is not None
+        return any(row.sampling_mask is not None for row in self.rows)
 
     @property
     def is_routed(self) -> bool:
@@ -182,8 +229,8 @@ def loss_rows(
     """Return the rows that a trainer's `_generate` returned, by all outputs of its rollout.
 
     GRPO returns prompt ids, completion ids, tool mask, completions, log-probabilities and more;
-    RLOO the first two and completions. `is_in_order`: output `n` is row `n`. `replays`:
-    log-probabilities are taken over the sampling masks.
+    RLOO the first two and completions. `is_in_order`: output `n` is row `n`, if its tokens are.
+    `replays`: log-probabilities are taken over the sampling masks.
     """
     prompts, completions = generated[0], generated[1]
     is_grpo = len(generated) > 3
@@ -192,10 +239,11 @@ def loss_rows(
     by_prompt: dict[tuple[int, ...], list[GenerationOutput]] = defaultdict(list)
     for output in outputs:
         by_prompt[tuple(output.prompt_ids)].append(output)
+    pairs = [(list(own), list(ids)) for own, ids in zip(prompts, completions, strict=True)]
+    # A `_generate` of one's own may have changed the rows.
+    is_in_order = is_in_order and pairs == [(o.prompt_ids, o.generated_tokens) for o in outputs]
     rows = []
-    for index, (prompt_ids, completion_ids, mask) in enumerate(
-        zip(prompts, completions, masks, strict=True)
-    ):
+    for index, ((prompt_ids, completion_ids), mask) in enumerate(zip(pairs, masks, strict=True)):
         is_sampled = [bool(value) for value in mask]
         if is_in_order:
             spans = [(0, len(completion_ids), outputs[index])]
@@ -206,9 +254,9 @@ def loss_rows(
             # A rollout_func may say None, as vLLM's does, where it knows none.
             values = [math.nan if value is None else value for value in logprobs[index]]
         elif not is_grpo and spans:
-            values = spans[0][2].logprobs
+            values = spans[0][2].logprobs[: len(completion_ids)]
         row = LossRow(
-            *(next(ids), list(prompt_ids), list(completion_ids), is_sampled, values),
+            *(next(ids), prompt_ids, completion_ids, is_sampled, values),
             versions=[None] * len(completion_ids),
             # A token that was not sampled is its own only id: its log-probability is 0 and has no
             # gradient, and no loss counts it.
@@ -287,6 +335,36 @@ def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> N
         raise refused("replay, foreign completions", setting=setting, other=other)
 
 
+def require_records(
+    rows: Sequence[LossRow],
+    num_trained: Sequence[int],
+    num_earlier: int,
+    setting: str,
+    other: str,
+) -> None:
+    """Refuse rows that are trained on without the record that a setting needs.
+
+    Args:
+        rows: all of a batch.
+        num_trained: tokens of each row that the loss counts.
+        num_earlier: rollouts before the latest whose records are kept.
+        setting: the one that needs records.
+        other: the setting that needs none.
+    """
+    for number, row in enumerate(rows):
+        if row.request_id is None and num_trained[number]:
+            raise refused(
+                "replay, unknown row",
+                number=number,
+                num_rows=len(rows),
+                num_prompt_tokens=len(row.prompt_ids),
+                num_completion_tokens=len(row.completion_ids),
+                num_earlier=num_earlier,
+                setting=setting,
+                other=other,
+            )
+
+
 Forward = Callable[[Any, LossBatch], Result]
 """Computes TRL's `_get_per_token_logps_and_entropies` by a model."""
 
@@ -357,6 +435,12 @@ class OwnForward:
         S = batch.input_ids.shape[1]
         first = S - batch.logits_to_keep
         paddings = (first - batch.attention_mask[:, :first].sum(1)).tolist()
-        parts = [(row.routes, n, S) for row, n in zip(batch.rows, paddings, strict=True)]
+        # A masked token may have any experts.
+        columns_S = torch.arange(1, S + 1, device=batch.attention_mask.device)
+        ends = (batch.attention_mask * columns_S).amax(1).tolist()
+        parts = []
+        for row, padding, end in zip(batch.rows, paddings, ends, strict=True):
+            routes = None if row.routes is None else row.routes[: max(0, end - padding)]
+            parts.append((routes, padding, S))
         routes_NLK = joined_routes(parts, batch.attention_mask.device)
         return self._routers.replaying(hf_compat.unwrap(model), routes_NLK, batch.counts)

@@ -170,7 +170,7 @@ class PackedScores:
         has_aux_loss = self.batch.has_aux_loss
         if has_aux_loss:
             arguments = arguments | {"output_router_logits": True}
-        if self.rows[0].sampling_mask is not None:
+        if any(row.sampling_mask is not None for row in self.rows):
             output = own_forward(**arguments, use_cache=False)
             kept = [(self.rows[number].sampling_mask or ())[t] for number, t in batch.scored]
             logits_KV, temperature = output.logits[0], self.trainer.temperature

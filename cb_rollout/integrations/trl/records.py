@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cb_rollout.compat.multimodal import image_token_ids, is_processor
-from cb_rollout.integrations.trl.loss_rows import LossRow
+from cb_rollout.integrations.trl.loss_rows import UNKNOWN_ID, LossRow
 from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
 
@@ -48,15 +48,25 @@ class TrainerRecords:
     def add(
         self,
         mode: Mode,
-        rows: Sequence[LossRow],
+        generated: Sequence[LossRow],
         rewards: Sequence[float],
         images: Mapping[str, Sequence[Any]],
+        rows: Sequence[LossRow],
         batch: Mapping[str, Any],
     ) -> None:
-        """Take the first rows of a rollout and its scored batch; they wait for their loss."""
+        """Take the first rows of a scored batch that its rollout sampled; they wait for their loss.
+
+        Args:
+            mode: training or evaluation.
+            generated: the rollout's rows, in the order of the generation.
+            rewards: one for each of them.
+            images: pictures of prompts, by the request's id.
+            rows: the rows that are trained on; a trainer class may have chosen other rows.
+            batch: the trainer's tensors of `rows`.
+        """
         self.flush(mode)
         if mode == "train":
-            self._completion_lengths += [sum(row.is_sampled) for row in rows]
+            self._completion_lengths += [sum(row.is_sampled) for row in generated]
             size = self._trainer.num_generations
             # Of whole groups: another process may hold the rest of the last.
             ends = range(size, len(rewards) + 1, size)
@@ -66,7 +76,12 @@ class TrainerRecords:
         tokenizer = self._trainer.processing_class
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
         advantages = _row_advantages(batch["advantages"], mask_BT).tolist()
-        for number, row in enumerate(rows[: self._num_sequences]):
+        rewards_by_id = {row.id: value for row, value in zip(generated, rewards, strict=False)}
+        rewards_by_id.pop(UNKNOWN_ID, None)
+        # A row may be there twice.
+        numbers = {row.id: n for n, row in reversed([*enumerate(rows)]) if row.id in rewards_by_id}
+        for number in sorted(numbers.values())[: self._num_sequences]:
+            row = rows[number]
             pictures = images.get(row.name, ())[:MAX_IMAGES]
             self._pending[row.id] = SequenceRecord(
                 step=step,
@@ -77,7 +92,7 @@ class TrainerRecords:
                 token_ids=row.completion_ids,
                 logprobs=row.logprobs or [],
                 policy_versions=_policy_versions(row),
-                reward=rewards[number],
+                reward=rewards_by_id[row.id],
                 finish_reason=row.finish_reason,
                 advantage=advantages[number],
                 mask=mask_BT[number, : len(row.completion_ids)].tolist(),

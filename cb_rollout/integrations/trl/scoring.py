@@ -3,13 +3,15 @@
 Each public method of `TrainerScoring` replaces a method of the trainer and calls the original.
 TRL 1.16 takes a completion for whole if its last token is an end-of-sequence token of the trainer,
 or padding. Stop strings, other stop tokens and a `rollout_func`'s sampling parameters break that
-test; the finish reason does not. Called by the trainer, on its thread.
+test; the finish reason does not. TRL's own scoring is followed where it returns, before a trainer
+class of one's own changes the batch; then each row is matched with its record again. Called by the
+trainer, on its thread.
 
 B: rows of a batch, T: tokens of a completion.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,18 +24,23 @@ from cb_rollout.config.enums import LossForward, SamplingMaskMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trl import upstream
 from cb_rollout.integrations.trl.backend import Collected, GenerationBackend
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
 from cb_rollout.integrations.trl.loss_rows import (
+    ROW_IDS,
     ROWS_KEY,
+    UNKNOWN_ID,
     LossBatch,
     LossRow,
     OwnForward,
     Result,
     loss_rows,
+    require_records,
     require_sampled_here,
 )
 from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
+from cb_rollout.integrations.trl.row_index import RowIndex, Suggestions
 from cb_rollout.packing.logprobs import packing_obstacle
 from cb_rollout.rollout.generator import RolloutGenerator
 
@@ -45,6 +52,8 @@ TokenAdvantages = Callable[[Sequence[LossRow], torch.Tensor], torch.Tensor]
 
 # A loss of these is a product with the advantage; another one may train every row.
 LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+
+SCORING = "_generate_and_score_completions"
 
 
 def unknown_end(trainer: Any, params: SamplingParams) -> str | None:
@@ -62,6 +71,18 @@ def require_known_ends(trainer: Any, params: SamplingParams) -> None:
     ended_by = unknown_end(trainer, params)
     if trainer.mask_truncated_completions and is_rloo and ended_by:
         raise refused("masked, unknown stops", ended_by=ended_by)
+
+
+def _stock_class(trainer: Any) -> type:
+    """Return the class of TRL that a trainer is, or is derived from."""
+    is_grpo = isinstance(trainer, upstream.GRPOTrainer)
+    return upstream.GRPOTrainer if is_grpo else upstream.RLOOTrainer
+
+
+def _overrides(trainer: Any, name: str) -> bool:
+    """Return whether a trainer has a method of its own in place of TRL's."""
+    stock_method = getattr(_stock_class(trainer), name)
+    return getattr(getattr(trainer, name), "__func__", None) is not stock_method
 
 
 class TrainerScoring:
@@ -95,15 +116,31 @@ class TrainerScoring:
             )
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
+        self._stock: Any = _stock_class(trainer)
         self._generate = trainer._generate
-        self._generate_and_score = trainer._generate_and_score_completions
+        overrides_generate = _overrides(trainer, "_generate")
+        self._may_generate_others = overrides_generate and not self._has_rollout_func
+        self._overrides_scoring = _overrides(trainer, SCORING)
+        self._generate_and_score = getattr(trainer, SCORING)
+        self._stock_scoring = getattr(self._stock, SCORING)
+        self._needed_by: dict[str, str] = {}
+        """Settings that need the record of each row, and what to set instead."""
+        if self._replays:
+            self._needed_by["sampling_mask='replay'"] = "sampling_mask='ignore'"
+        if self._counts is not None:
+            self._needed_by["router_replay=True"] = "router_replay=False"
+        keeps_earlier = bool(self._needed_by) and type(trainer) is not self._stock
+        self._index = RowIndex(config.replay_num_rollouts if keeps_earlier else 0)
         self._calculate_rewards = trainer._calculate_rewards
         self._compute_loss = trainer.compute_loss
         # Apart on each process: a strategy moves rows from one to another.
         accelerator = trainer.accelerator
         self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
         self._rows: list[LossRow] = []
-        """Of the batch that is scored or trained on; empty: outside of both."""
+        """Of the latest generation, in its order, until the batch is scored."""
+        self._is_scoring = self._masks_truncated = False
+        self._is_followed = False
+        """True: TRL's own scoring has made rows of the batch that is scored."""
         self._loss_inputs: dict[str, Any] | None = None
         self._asks_old_logprobs = False
         """True until the trainer's scoring has asked for old log-probabilities."""
@@ -113,30 +150,48 @@ class TrainerScoring:
 
     def generate(self, prompts: list[Any]) -> Any:
         context = self._backend.context
+        num_before = len(context.outputs)
         try:
             generated = self._generate(prompts)
         finally:
             self._backend.end_rollout()
+            # Logged; a trainer class may generate again for the same batch.
+            context.turn_metrics.clear()
+        outputs = context.outputs[num_before:]
         has_tool_mask = len(generated) > 3 and generated[2] is not None
-        has_one_turn = len(context.outputs) == len(generated[0])
+        has_one_turn = len(outputs) == len(generated[0])
         in_order = has_one_turn and not has_tool_mask and not self._has_rollout_func
-        context.rows = self._rows = loss_rows(
-            *(generated, context.outputs, self._row_ids),
-            is_in_order=in_order,
-            replays=self._replays,
+        rows = loss_rows(
+            *(generated, outputs, self._row_ids), is_in_order=in_order, replays=self._replays
         )
+        if self._may_generate_others:
+            rows = [self._with_origin(row) for row in rows]
+            self._require_records(rows, [len(row.completion_ids) for row in rows])
+        for setting, other in self._needed_by.items():
+            require_sampled_here(rows, setting, other)
+        self._rows = rows
+        context.rows.extend(rows)
+        self._index.add(rows)
         if self._corrects_ends:
-            self._correct_metrics(context.rows)
-        if self._replays:
-            require_sampled_here(context.rows, "sampling_mask='replay'", "sampling_mask='ignore'")
-        if self._counts is not None:
-            require_sampled_here(context.rows, "router_replay=True", "router_replay=False")
+            self._correct_metrics(rows)
+        # As TRL 1.16's scoring decides, which follows; RLOO's always asks.
+        corrects = getattr(self._trainer, "vllm_importance_sampling_correction", True)
+        self._asks_old_logprobs = not updates_once(self._trainer) or corrects
         return generated
+
+    def _with_origin(self, row: LossRow) -> LossRow:
+        """Return an earlier record for a row that was not sampled now; an unknown row without."""
+        if row.request_id is not None:
+            return row
+        earlier = self._index.with_tokens(row.prompt_ids, row.completion_ids)
+        return earlier or replace(row, id=UNKNOWN_ID)
 
     def calculate_rewards(self, *arguments: Any) -> torch.Tensor:
         rewards = self._calculate_rewards(*arguments)
         weights = self._trainer.reward_weights.to(rewards.device)
-        self._backend.context.rewards = (rewards * weights).nansum(1).tolist()
+        context = self._backend.context
+        num_before = len(context.rows) - len(self._rows)
+        context.rewards[num_before:] = (rewards * weights).nansum(1).tolist()
         return rewards
 
     def generate_and_score(self, inputs: list[Any]) -> dict[str, Any]:
@@ -145,8 +200,11 @@ class TrainerScoring:
         batch = make_batch(inputs, self.score) if make_batch else self.score(inputs)
         is_auto = not self._guard.replaces_loss
         if is_auto and self._step_of_sampled is not None and updates_once(self._trainer):
-            # Rounding between sampler and loss clips no ratio: the loss takes its own, as TRL's.
-            batch.pop("old_per_token_logps", None)
+            version = self._backend.generator.policy_version
+            if all(row.was_sampled_by(version) for row in batch[ROWS_KEY]):
+                # Rounding between sampler and loss clips no ratio: the loss takes its own, as
+                # TRL's. Rows of an older policy keep the ratio to that policy.
+                batch.pop("old_per_token_logps", None)
         return batch
 
     def score(self, inputs: list[Any], collected: Collected | None = None) -> dict[str, Any]:
@@ -156,38 +214,93 @@ class TrainerScoring:
         if self._guard.is_due and self._packed is not None:
             self._packed.compare_again()
         context = self._backend.begin_rollout(collected=collected)
-        # As TRL 1.16's scoring decides; RLOO's always asks.
-        corrects = getattr(trainer, "vllm_importance_sampling_correction", True)
-        self._asks_old_logprobs = not updates_once(trainer) or corrects
-        is_masked, is_wrong = trainer.mask_truncated_completions, self._corrects_ends
+        self._index.begin_rollout(trainer.model.training)
+        is_masked = trainer.mask_truncated_completions
+        self._masks_truncated = is_masked and self._corrects_ends
+        self._is_scoring, self._is_followed = True, False
         try:
             # The trainer would mask by its own test of the last token.
-            with replacing([(trainer, "mask_truncated_completions", is_masked and not is_wrong)]):
-                batch = self._generate_and_score(inputs)
-            assert not self._asks_old_logprobs, "the trainer did not ask for old logprobs"
-            if is_masked and is_wrong:
-                self._mask_truncated(batch, context.rows)
-            scored = LossBatch.scored(batch, context.rows)
-            with torch.no_grad():
-                # Verifies by an extra forward, where the trainer needed none.
-                self._guard.check(scored)
-            if self._step_of_sampled is not None:
-                # TRL 1.16 logged that sampled and old log-probabilities are the same; the loss logs
-                # the difference to its own instead.
-                for name in DIFFERENCES:
-                    if values := self._metrics.get(name):
-                        values.pop()
+            is_masked_by_trainer = is_masked and not self._corrects_ends
+            with replacing([(trainer, "mask_truncated_completions", is_masked_by_trainer)]):
+                batch = self._batch_of_trainer(inputs)
+            rows = self._rows_of_scored(batch)
+            if not self._is_followed:
+                self._finish(batch, rows)
         finally:
             self._rows, self._asks_old_logprobs, context.collected = [], False, None
+            self._is_scoring = False
+        if self._token_advantages is not None:
+            batch["advantages"] = self._per_token(self._token_advantages, batch, rows)
+        batch[ROWS_KEY] = rows
+        batch[ROW_IDS] = self._ids_of(rows)
+        if self._records is not None:
+            self._records.add(
+                context.mode, context.rows, context.rewards, context.images, rows, batch
+            )
+        return batch
+
+    def _batch_of_trainer(self, inputs: list[Any]) -> dict[str, Any]:
+        """Call the trainer's scoring, and follow TRL's own where a class of one's own calls it."""
+        if not self._overrides_scoring:
+            return self._followed(self._trainer, inputs)
+
+        def scoring(trainer: Any, inputs: list[Any]) -> dict[str, Any]:
+            return self._followed(trainer, inputs)
+
+        # `super()` looks a method up in the class.
+        with replacing([(self._stock, SCORING, scoring)]):
+            return self._generate_and_score(inputs)
+
+    def _followed(self, trainer: Any, inputs: list[Any]) -> dict[str, Any]:
+        """Score by TRL's own method; then rows are in the order of their generation."""
+        batch = self._stock_scoring(trainer, inputs)
+        if trainer is not self._trainer:
+            return batch
+        assert not self._asks_old_logprobs, "the trainer did not ask for old logprobs"
+        self._finish(batch, self._rows)
+        batch[ROW_IDS] = self._ids_of(self._rows)
+        self._is_followed = True
+        return batch
+
+    def _finish(self, batch: dict[str, Any], rows: Sequence[LossRow]) -> None:
+        """Correct a scored batch, verify it, and give it its old log-probabilities."""
+        if self._masks_truncated:
+            self._mask_truncated(batch, rows)
+        with torch.no_grad():
+            # Verifies by an extra forward, where the trainer needed none.
+            self._guard.check(LossBatch.scored(batch, rows))
+        if self._step_of_sampled is not None:
+            # TRL 1.16 logged that sampled and old log-probabilities are the same; the loss logs
+            # the difference to its own instead.
+            for name in DIFFERENCES:
+                if values := self._metrics.get(name):
+                    values.pop()
         sampled_BT = batch.get("sampling_per_token_logps")
         if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
             batch.setdefault("old_per_token_logps", sampled_BT)
-        if self._token_advantages is not None:
-            batch["advantages"] = self._per_token(self._token_advantages, batch, context.rows)
-        batch[ROWS_KEY] = context.rows
-        if self._records is not None:
-            self._records.add(context.mode, context.rows, context.rewards, context.images, batch)
-        return batch
+
+    def _ids_of(self, rows: Sequence[LossRow]) -> torch.Tensor:
+        return torch.tensor([row.id for row in rows], device=self._trainer.accelerator.device)
+
+    def _rows_of_scored(self, batch: dict[str, Any]) -> list[LossRow]:
+        """Return the records of a batch that the trainer, of whatever class, has scored."""
+        unmatched = LossBatch.scored(batch, ())
+        return self._rows_of(unmatched, [self._rows_with_ids(batch), self._rows])
+
+    def _rows_with_ids(self, batch: Mapping[str, Any]) -> Suggestions:
+        row_ids = batch.get(ROW_IDS)
+        return [] if row_ids is None else [self._index.with_id(n) for n in row_ids.tolist()]
+
+    def _rows_of(self, batch: LossBatch, suggested: Sequence[Suggestions]) -> list[LossRow]:
+        """Return the record of each row, or raise `ConfigurationError` if a setting needs more."""
+        rows = self._index.rows_of(batch, suggested)
+        if self._needed_by:
+            self._require_records(rows, batch.completion_mask.sum(1).tolist())
+        return rows
+
+    def _require_records(self, rows: Sequence[LossRow], num_trained: Sequence[int]) -> None:
+        for setting, other in self._needed_by.items():
+            require_records(rows, num_trained, self._index.num_earlier, setting, other)
 
     def _per_token(
         self, hook: TokenAdvantages, batch: dict[str, Any], rows: Sequence[LossRow]
@@ -204,7 +317,7 @@ class TrainerScoring:
 
     def _are_truncated(self, rows: Sequence[LossRow]) -> torch.Tensor:
         ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
-        is_cut = [not row.is_stopped and row.completion_ids[-1] not in ends for row in rows]
+        is_cut = [not row.is_stopped and not ends & {*row.completion_ids[-1:]} for row in rows]
         return torch.tensor(is_cut, device=self._trainer.accelerator.device)
 
     def _correct_metrics(self, rows: Sequence[LossRow]) -> None:
@@ -235,11 +348,11 @@ class TrainerScoring:
         """Replace `compute_loss`: give the forward inside the records of its rows."""
         self._backend.pause_carried()
         self._backend.begin_loss()
-        self._loss_inputs, self._rows = inputs, inputs.get(ROWS_KEY, [])
+        self._loss_inputs = inputs
         try:
             loss = self._compute_loss(model, inputs, *rest, **named)
         finally:
-            self._loss_inputs, self._rows = None, []
+            self._loss_inputs = None
         self._backend.log_loss(self._loss_tokens, self._counts and self._counts.take())
         return loss
 
@@ -253,8 +366,9 @@ class TrainerScoring:
         **settings: Any,
     ) -> Result:
         """Replace `_get_per_token_logps_and_entropies`: sampled, replayed, or the trainer's own."""
-        inputs, rows = self._loss_inputs, self._rows
-        batch = LossBatch(input_ids, attention_mask, logits_to_keep, batch_size, settings, rows)
+        inputs = self._loss_inputs
+        batch = LossBatch(input_ids, attention_mask, logits_to_keep, batch_size, settings)
+        batch = replace(batch, rows=self._rows_of_forward(batch))
         if inputs is None:
             if self._asks_old_logprobs and model is self._trainer.model:
                 self._asks_old_logprobs = False
@@ -262,11 +376,22 @@ class TrainerScoring:
             return self._computed(model, batch)
         batch = replace(batch, advantages=self._advantages(inputs), counts=self._counts)
         logprobs_BT, entropies_BT, aux_loss = self._computed(model, batch)
-        self._log_differences(logprobs_BT.detach(), inputs)
-        if self._records is not None and batch.rows:
-            assert entropies_BT is not None
+        self._log_differences(logprobs_BT.detach(), batch, inputs)
+        if self._records is not None and entropies_BT is not None:
             self._records.complete(batch.rows, logprobs_BT.detach(), entropies_BT.detach())
         return logprobs_BT, entropies_BT, aux_loss
+
+    def _rows_of_forward(self, batch: LossBatch) -> Sequence[LossRow]:
+        """Return the record of each row of a forward; empty: it is no forward of a rollout."""
+        inputs = self._loss_inputs
+        if inputs is not None:
+            suggested = [inputs.get(ROWS_KEY, []), self._rows_with_ids(inputs)]
+            return self._rows_of(batch, suggested)
+        if self._is_scoring:
+            return self._rows_of(batch, [self._rows])
+        rows = self._index.rows_of(batch, [])
+        are_known = all(row.id != UNKNOWN_ID for row in rows)
+        return rows if are_known else ()
 
     def _computed(self, model: Any, batch: LossBatch) -> Result:
         if self._packed is not None:
@@ -305,12 +430,23 @@ class TrainerScoring:
         guard.check(batch, recomputed_BT)
         return recomputed_BT
 
-    def _log_differences(self, logprobs_BT: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Log sampled against the loss's log-probabilities, in the step that sampled them."""
+    def _log_differences(
+        self, logprobs_BT: torch.Tensor, batch: LossBatch, inputs: dict[str, Any]
+    ) -> None:
+        """Log sampled against the loss's log-probabilities, in the step that sampled them.
+
+        Rows that another policy sampled are left out.
+        """
         sampled_BT = inputs.get("sampling_per_token_logps")
         if sampled_BT is None or self._step_of_sampled != self._trainer.state.global_step:
             return
+        if sampled_BT.shape != logprobs_BT.shape:
+            # A loss of one's own scores other rows too.
+            return
         mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
+        version = self._backend.generator.policy_version
+        is_new_B = torch.tensor([row.was_sampled_by(version) for row in batch.rows])
+        mask_BT &= is_new_B.to(mask_BT.device)[:, None]
         distance_N = (logprobs_BT - sampled_BT).abs()[mask_BT]
         gather = self._trainer.accelerator.gather
         count, total = gather(torch.stack([mask_BT.sum(), distance_N.sum()])).view(-1, 2).sum(0)
