@@ -467,4 +467,17 @@ REPLAYS = (
         parts=("bfloat16",),
         is_coarse=True,
     ),
+    Replay(
+        name="a callback that moves the weights around each step",
+        trainer={"optim": "adamw_torch", "learning_rate": 1e-3, **SEVERAL_STEPS},
+        rollout={"weight_sync": "copy", "old_logps": "rollout"},
+        parts=("moved",),
+        is_coarse=True,
+    ),
+    Replay(name="saved rollouts", trainer={**EVALUATION, **SEVERAL_STEPS}, parts=("saved",)),
+    Replay(
+        name="saved rollouts, of tools",
+        trainer={**TOOL_TURNS, **SEVERAL_STEPS},
+        parts=("saved", "tools"),
+    ),
 )

@@ -212,6 +212,8 @@ The results, in float32 where nothing else is said:
 | `rollout/*` | only an attached trainer logs it ([Metrics](metrics.md)) |
 | `sampling/*` | TRL logs it only for another engine's completions; its ratios are 1 to rounding |
 
+`tests/distributed/test_trl_replay.py` compares eight of the settings in two processes. Images are
+compared for themselves, by `tests/training/test_images.py`.
 `scripts/write_docs.py` writes this page from `scripts/replay_table.py`.
 
 | setting | of the trainer | of `RolloutConfig` | result |

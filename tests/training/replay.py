@@ -30,7 +30,14 @@ from transformers import (
 )
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from cb_rollout import RolloutConfig, SamplingParams, attach, detach, make_rollout_func
+from cb_rollout import (
+    RolloutConfig,
+    SamplingParams,
+    SavedRollouts,
+    attach,
+    detach,
+    make_rollout_func,
+)
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.strategies import Plain
 from replay_table import SGD, Replay
@@ -72,13 +79,15 @@ class Training:
     """The weights before."""
     last: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def change(self) -> float:
+        """Return the largest change of a weight."""
+        return max(float((self.last[n] - self.first[n]).abs().max()) for n in self.last)
+
     def distance(self, other: "Training") -> float:
         """Return the largest difference of a weight, divided by the largest change of a weight."""
         assert self.last.keys() == other.last.keys()
-        changes = [(self.last[name] - self.first[name]).abs().max() for name in self.last]
-        differences = [(self.last[name] - other.last[name]).abs().max() for name in self.last]
-        largest = float(max(differences))
-        return largest / float(max(changes)) if largest else 0.0
+        largest = max(float((self.last[n] - other.last[n]).abs().max()) for n in self.last)
+        return largest / self.change() if largest else 0.0
 
     def metric_distances(self, other: "Training") -> dict[str, float]:
         """Return the largest difference of each metric, relative where it is above `UNIT`."""
@@ -161,6 +170,17 @@ class Averaged(TrainerCallback):
     def on_evaluate(self, args, state, control, model=None, **_):
         for own, parameter in zip(self.own, model.parameters(), strict=True):
             parameter.copy_(own)
+
+
+class Moved(TrainerCallback):
+    """Moves the weights at the beginning of each step, and again before its optimizer's."""
+
+    @torch.no_grad()
+    def on_step_begin(self, args, state, control, model=None, **_):
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+
+    on_pre_optimizer_step = on_step_begin
 
 
 def lengths(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -342,6 +362,8 @@ ARGUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "rollout_func": lambda: {"rollout_func": make_rollout_func()},
     "branching columns": lambda: {"rollout_func": rollout_with_columns},
     "averaged": lambda: {"callbacks": [Averaged()]},
+    "moved": lambda: {"callbacks": [Moved()]},
+    "reward model": lambda: {"reward_processing_classes": [char_tokenizer(), None]},
 }
 
 
@@ -412,8 +434,11 @@ def shared(row: dict[str, float]) -> dict[str, float]:
     }
 
 
-def train_attached(trainer: Any, setting: Replay) -> Training:
-    """Train with cb_rollout attached, and record each call of the generator or rollout_func."""
+def train_attached(trainer: Any, setting: Replay, generator: Any = None) -> Training:
+    """Train with cb_rollout attached, and record each call of the generator or rollout_func.
+
+    `generator`: what `attach` takes; None: the setting's `RolloutConfig`.
+    """
     turns: list[Any] = []
 
     def recording(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,7 +450,7 @@ def train_attached(trainer: Any, setting: Replay) -> Training:
         return call
 
     with ignoring_advice():
-        attach(trainer, RolloutConfig(**setting.rollout))
+        attach(trainer, generator or RolloutConfig(**setting.rollout))
         if "plain" in setting.parts:
             use_strategy(trainer, Plain())
         if getattr(trainer, "rollout_func", None) is not None:
@@ -443,6 +468,12 @@ def ignoring_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
+
+
+def train_from_saved(create: Callable[[Replay], Any], setting: Replay, folder: str) -> Training:
+    """Train with what an attached training saved, and record each call."""
+    train_attached(create(setting), setting, RolloutConfig(save_rollouts=folder))
+    return train_attached(create(setting), setting, SavedRollouts(folder))
 
 
 def train_stock(trainer: Any, setting: Replay, turns: list[Turn]) -> Training:

@@ -12,6 +12,7 @@ from replay import (
     create_trainer,
     ignoring_advice,
     train_attached,
+    train_from_saved,
     train_stock,
 )
 
@@ -55,8 +56,11 @@ def test_no_two_settings_have_one_name():
 
 
 @pytest.mark.parametrize("setting", cases(s for s in REPLAYS if not s.refused))
-def test_a_stock_trainer_learns_the_same_from_the_same_completions(create, setting):
-    ours = train_attached(create(setting), setting)
+def test_a_stock_trainer_learns_the_same_from_the_same_completions(create, setting, tmp_path):
+    if "saved" in setting.parts:
+        ours = train_from_saved(create, setting, str(tmp_path / "rollouts"))
+    else:
+        ours = train_attached(create(setting), setting)
     theirs = train_stock(create(setting), setting, ours.turns)
     tolerance = Tolerance.of_layouts(setting, theirs, create) if setting.is_coarse else FLOAT32
     assert_equal_trainings(ours, theirs, tolerance)
