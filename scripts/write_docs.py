@@ -201,8 +201,8 @@ The results, in float32 where nothing else is said:
   more than 5e-5, relatively, or in units of 0.1 where it is smaller. A stock trainer whose batches
   are padded to another width (`pad_to_multiple_of`) ends up to 5e-6 away from itself. That is one
   rounding of the largest weight.
-- *equal to padding*: they differ by at most twice as much as stock trainers of other widths do.
-  bfloat16 rounds coarsely, and AdamW divides a gradient of rounding by its own size.
+- *equal to padding*: weights and metrics differ by at most twice what another width moves them in a
+  stock trainer. bfloat16 rounds coarsely, and AdamW divides a gradient of rounding by its own size.
 - *refused*: `attach` raises `ConfigurationError`.
 - *differs*: for the reason that follows. The test fails when the reason is gone.
 

@@ -121,14 +121,17 @@ class Tolerance:
     def of_layouts(
         cls, setting: Replay, theirs: Training, create: Callable[..., Any]
     ) -> "Tolerance":
-        """Return twice what padding moves a stock trainer of a setting."""
-        weights, metrics = 0.0, 0.0
-        for multiple in (8, 32):
+        """Return twice what padding moves weights or metrics of a stock trainer of a setting.
+
+        Weights alone show it where a loss takes its own log-probabilities as the old ones: its
+        value is then the mean advantage, whatever the rounding.
+        """
+        moved = [FLOAT32.weights]
+        for multiple in (8, 16, 32):
             padded = replace(setting, trainer=setting.trainer | {"pad_to_multiple_of": multiple})
             other = train_stock(create(padded), padded, theirs.turns)
-            weights = max(weights, theirs.distance(other))
-            metrics = max(metrics, *theirs.metric_distances(other).values())
-        return cls(2 * weights, 2 * metrics)
+            moved += [theirs.distance(other), *theirs.metric_distances(other).values()]
+        return cls(2 * max(moved), 2 * max(moved))
 
 
 # A stock trainer whose batches are padded to another width ends up to 5e-6 of the largest change
