@@ -1,8 +1,8 @@
 """Write the parts of the documents that come from code and measurements.
 
 The code gives `docs/command_line.md`, `docs/compatibility.md`, `docs/configuration.md`,
-`docs/sampling.md` and `docs/metrics.md`; the recorded runs give the tables of `README.md` and
-`docs/benchmarks/README.md`.
+`docs/sampling.md`, `docs/metrics.md` and `docs/replay.md`; the recorded runs give the tables of
+`README.md` and `docs/benchmarks/README.md`.
 `scripts/docs.sh` builds the site from them.
 
 python scripts/write_docs.py            # write
@@ -26,6 +26,7 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.tools.cli import create_parser
 from costs_table import COSTS
 from metrics_table import METRICS
+from replay_table import REPLAYS, Replay
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -294,6 +295,43 @@ that to the loss's own log-probabilities. `AsyncGRPOTrainer` logs `sample/stalen
 which is per completion, of its oldest token.
 """
 
+REPLAY_HEADER = """# What is compared with TRL
+
+Does a trainer learn with `attach` what it would learn without? `tests/training/test_replay.py`
+compares whole trainings, in every setting below:
+
+1. An attached trainer trains a tiny model on the CPU. The completions of each call of its generator
+   are recorded.
+2. A trainer of the same class, settings, data and seed trains without `attach`. `generate` of its
+   model returns the recorded completions of the prompts that it is given. Masks, rewards, old
+   log-probabilities, losses and optimizer steps are TRL's own.
+3. The final weights, and every metric that both log, are compared.
+
+The results, in float32 where nothing else is said:
+
+- *equal*: no weight differs by more than 2e-5 of the largest change of a weight, and no metric by
+  more than 5e-5, relatively, or in units of 0.1 where it is smaller. A stock trainer whose batches
+  are padded to another width (`pad_to_multiple_of`) ends up to 5e-6 away from itself. That is one
+  rounding of the largest weight.
+- *equal to padding*: weights and metrics differ by at most twice what another width moves them in a
+  stock trainer. bfloat16 rounds coarsely, and AdamW divides a gradient of rounding by its own size.
+- *refused*: `attach` raises `ConfigurationError`.
+- *differs*: for the reason that follows. The test fails when the reason is gone.
+
+| metric | not compared, because |
+|---|---|
+| `*runtime`, `*_per_second`, `step_time` | it is a time |
+| `rollout/*` | only an attached trainer logs it ([Metrics](metrics.md)) |
+| `sampling/*` | TRL logs it only for another engine's completions; its ratios are 1 to rounding |
+
+`tests/distributed/test_trl_replay.py` compares eight of the settings in two processes. Images are
+compared for themselves, by `tests/training/test_images.py`.
+`scripts/write_docs.py` writes this page from `scripts/replay_table.py`.
+
+| setting | of the trainer | of `RolloutConfig` | result |
+|---|---|---|---|
+"""
+
 SMOLLM2 = "SmolLM2-135M-Instruct"
 
 WORKLOADS = {
@@ -416,6 +454,29 @@ def metrics() -> str:
         head = f"## {panel}\n\n| name | unit | meaning | when it moves |\n|---|---|---|---|\n"
         tables.append(head + "\n".join(rows) + "\n")
     return METRICS_HEADER + "\n".join(tables) + METRICS_FOOTER
+
+
+def replays() -> str:
+    """Return the page on trainings that are replayed in a stock trainer."""
+    rows = []
+    for replay in REPLAYS:
+        columns = replay.name, fields_text(replay.trainer), fields_text(replay.rollout)
+        rows.append(f"| {' | '.join(columns)} | {replay_result(replay)} |\n")
+    return REPLAY_HEADER + "".join(rows)
+
+
+def fields_text(fields: dict[str, Any]) -> str:
+    """Return the fields of a config as its arguments."""
+    return ", ".join(f"`{name}={value!r}`" for name, value in fields.items())
+
+
+def replay_result(replay: Replay) -> str:
+    """Return what came out of the comparison."""
+    if replay.refused is not None:
+        return f"refused: {replay.refused}"
+    if replay.differs is not None:
+        return f"differs: {replay.differs}"
+    return "equal to padding" if replay.is_coarse else "equal"
 
 
 def benchmark_tables(workloads: Iterable[str]) -> str:
@@ -741,6 +802,7 @@ def main() -> int:
         ROOT / "docs" / "compatibility.md": compatibility(),
         ROOT / "docs" / "configuration.md": configuration(),
         ROOT / "docs" / "metrics.md": metrics(),
+        ROOT / "docs" / "replay.md": replays(),
         ROOT / "docs" / "sampling.md": sampling(),
         **{path: with_tables(path.read_text(), names) for path, names in with_benchmarks.items()},
     }

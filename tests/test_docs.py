@@ -26,6 +26,7 @@ from cb_rollout.tools.cli import create_parser
 from cb_rollout.tools.cli.command import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PARTLY
 from costs_table import COSTS
 from metrics_table import METRICS
+from replay_table import REPLAYS
 from site_pages import DOCS, PAGES, linked_files, parts
 from write_docs import COMMAND_LINE_HEADER
 
@@ -135,7 +136,9 @@ def accepts(function: Any, keyword: str) -> bool:
 @functools.cache
 def settings() -> set[str]:
     named = {name for known in callables().values() for name in inspect.signature(known).parameters}
-    return named | FOREIGN_SETTINGS
+    # TRL's, with which its trainers are made by tests/training/test_replay.py.
+    replayed = {name for replay in REPLAYS for name in replay.trainer}
+    return named | FOREIGN_SETTINGS | replayed
 
 
 def resolves(dotted: str) -> bool:

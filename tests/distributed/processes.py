@@ -26,7 +26,8 @@ TIMEOUT_SECONDS = 300
 # A process that hangs in a collective is killed and fails the test; a sound run takes seconds.
 
 PATHS = [
-    *(TESTS.parent, TESTS, *(TESTS / n for n in ("training", "distributed", "families"))),
+    *(TESTS.parent, TESTS.parent / "scripts"),
+    *(TESTS, *(TESTS / n for n in ("training", "distributed", "families"))),
     os.environ.get("PYTHONPATH", ""),
 ]
 IMPORTABLE = {"PYTHONPATH": os.pathsep.join(map(str, PATHS))}
