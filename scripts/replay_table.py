@@ -16,8 +16,6 @@ SEVERAL_STEPS = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6}
 
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 1}
 
-STALE = "weights are synced once a step, so the copy samples by the averaged ones"
-
 TOOL_TURNS = {
     "max_completion_length": 70,
     "max_tool_calling_iterations": 2,
@@ -215,7 +213,6 @@ REPLAYS = (
             trainer={**EVALUATION, **steps},
             rollout={"old_logps": old, "weight_sync": "copy"},
             parts=("averaged",),
-            differs=STALE,
         )
         for old, steps in (("rollout", {}), ("trainer", {}), ("auto", SEVERAL_STEPS))
     ),
