@@ -97,7 +97,7 @@ class SamplerShare:
 
 @dataclass(slots=True)
 class QueueState:
-    """What a checkpoint keeps of one process's queue."""
+    """State of one process's queue, for a checkpoint."""
 
     pass_number: int
     num_batches: int
