@@ -98,9 +98,17 @@ def test_a_run_stopped_amid_an_epoch_trains_each_row_once(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", [GRPO, RLOO], ids=["grpo", "rloo"])
 @pytest.mark.parametrize("generation", [{}, ACCUMULATED, DIVIDED, BOTH], ids=str)
-@pytest.mark.parametrize("strategy", AHEAD, ids=str)
+@pytest.mark.parametrize("strategy", AHEAD[::2], ids=str)
 def test_sampling_ahead_trains_each_row_once_an_epoch(tmp_path, strategy, generation, trainer):
     trained, _ = trained_rows(tmp_path, strategy, num_train_epochs=2, **(generation | trainer))
+    assert Counter(trained[: 24 * GROUP]) == times(1)
+    assert Counter(trained) == times(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", AHEAD[1::2], ids=str)
+def test_many_extra_groups_and_extra_members_train_each_row_once(tmp_path, strategy):
+    trained, _ = resumed_rows(tmp_path, strategy, 12, num_train_epochs=2)
     assert Counter(trained[: 24 * GROUP]) == times(1)
     assert Counter(trained) == times(2)
 
@@ -109,8 +117,8 @@ def test_sampling_ahead_trains_each_row_once_an_epoch(tmp_path, strategy, genera
 @pytest.mark.parametrize("trainer", [GRPO, RLOO], ids=["grpo", "rloo"])
 @pytest.mark.parametrize(
     ("generation", "steps"),
-    # In the first epoch, at its end and in the second, never amid a generation.
-    [({}, (5, 12, 19)), (ACCUMULATED, (3, 6, 8)), (DIVIDED, (6, 24, 34)), (BOTH, (5, 12, 19))],
+    # In the first epoch and in the second, never amid a generation.
+    [({}, (5, 19)), (ACCUMULATED, (3, 8)), (DIVIDED, (6, 34)), (BOTH, (5, 19))],
     ids=str,
 )
 @pytest.mark.parametrize("strategy", AHEAD[::2], ids=str)
