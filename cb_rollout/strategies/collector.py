@@ -74,6 +74,13 @@ class GroupCollector:
         """Count the completions of groups that are neither returned nor given up."""
         return sum(len(group.outputs) for group in self._kept) + self._in_flight.num_sequences()
 
+    @property
+    def prompts_held(self) -> list[Any]:
+        """Prompts of groups that are neither returned nor given up."""
+        kept = [group.prompt for group in self._kept]
+        in_flight = [pending.group.prompt for pending in self._in_flight]
+        return [*kept, *in_flight, *self._returned_prompts]
+
     def collect(self, num_groups: int) -> list[Group]:
         """Return the next complete groups, in the order of their prompts.
 

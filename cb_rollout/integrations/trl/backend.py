@@ -34,6 +34,7 @@ from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.state import model_state
 
 if TYPE_CHECKING:
+    from cb_rollout.integrations.trl.row_queue import RowQueue
     from cb_rollout.strategies import GroupCollector
 
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
@@ -204,6 +205,8 @@ class GenerationBackend(TrainerCallback):
         """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
         self._synced_model: list[object] = []
         """State of the training model at the last sync."""
+        self.rows: RowQueue | None = None
+        """The rows that a strategy takes; None: the trainer's loader hands them over."""
         self._is_training = False
         self._steps_to_come = 0
         self._step_began = time.perf_counter()
@@ -411,6 +414,11 @@ class GenerationBackend(TrainerCallback):
         if state.global_step and DRAWS in saved:
             inputs = self.generator.manager.input_processor
             inputs.num_sequences = saved[DRAWS]["attributes"]["num_sequences"]
+        if self.rows is not None:
+            # A training that failed may have left some.
+            self.cancel_carried()
+            attributes = saved[DRAWS]["attributes"] if DRAWS in saved else {}
+            self.rows.begin_training(state.global_step, attributes.get("rows"))
         if isinstance(self.generator, SavedRollouts):
             self.generator.begin_training(state.global_step)
         for recorder in (self.records, self._saver):
@@ -446,11 +454,15 @@ class GenerationBackend(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Log the share of an optimizer step that rollouts took, and the seconds of its losses.
 
-        A checkpoint of this step keeps the number of sequences, from which draws go on.
+        A checkpoint of this step keeps the number of sequences, from which draws go on, and the
+        rows that a strategy still has to train.
         """
         number = self.generator.manager.input_processor.num_sequences
+        attributes: dict[str, Any] = {"num_sequences": number}
+        if self.rows is not None:
+            attributes["rows"] = self.rows.states()
         saved: Any = state.stateful_callbacks
-        saved[DRAWS] = {"args": {}, "attributes": {"num_sequences": number}}
+        saved[DRAWS] = {"args": {}, "attributes": attributes}
         seconds = self._durations.add_span("step", self._step_began, state.global_step)
         metrics = {"rollout/step_share": min(1.0, self._seconds_this_step / seconds)}
         if self._loss_seconds:

@@ -10,8 +10,6 @@ thread.
 """
 
 import math
-import random
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -29,14 +27,13 @@ from cb_rollout.integrations.trl.backend import (
     trains_split_model,
 )
 from cb_rollout.integrations.trl.on_policy import seam_of
+from cb_rollout.integrations.trl.row_queue import Example, RowQueue
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
 from cb_rollout.rollout.saved import SavedRollouts
 from cb_rollout.strategies import DynamicSampling, GroupCollector, Plain, RequestStream, Strategy
 
-# A row of the data set.
-Example = dict[str, Any]
 # The trainer's scored batch.
 Batch = dict[str, Any]
 
@@ -73,6 +70,7 @@ def use_strategy(trainer: Any, strategy: Strategy) -> None:
     backend.cancel_carried()
     backend.collector = chosen and chosen.groups
     backend.make_batch = chosen and chosen.generate_and_score
+    backend.rows = chosen and chosen.rows
 
 
 class TrainerStrategy:
@@ -81,8 +79,7 @@ class TrainerStrategy:
     def __init__(self, trainer: Any, strategy: Strategy, backend: GenerationBackend) -> None:
         _require_place(trainer, strategy, backend)
         self._trainer, self._strategy, self._backend = trainer, strategy, backend
-        self._other_rows = _shuffled_rows(trainer)
-        self._offered: deque[Example] = deque()
+        self.rows = RowQueue(trainer)
         self.groups: GroupCollector | None = None
         """Samples ahead of the trainer; None: the strategy submits no more than the batch."""
         if _samples_ahead(strategy):
@@ -91,7 +88,7 @@ class TrainerStrategy:
             vars(submissions).update(strategy.decisions() | {"max_dropped_groups": 0})
             self.groups = GroupCollector(
                 RequestStream(backend.generator),
-                self._prompts(),
+                self.rows,
                 lambda _, outputs: [0.0] * len(outputs),
                 submissions,
                 num_generations=trainer.num_generations,
@@ -105,15 +102,16 @@ class TrainerStrategy:
         trainer, size = self._trainer, self._trainer.num_generations
         if not trainer.model.training or len(inputs) % size:
             return score(inputs)
-        rows = inputs[::size]
+        num_wanted = num_more = len(inputs) // size
+        num_dropped = 0
+        self.rows.begin_batch()
         if not self._strategy.max_dropped_groups:
-            return self._scored(rows, score)
-        num_wanted, num_dropped = len(rows), 0
+            return self._scored(num_wanted, score)
         kept: list[Batch] = []
         spare: list[Batch] = []
         while True:
-            batch = images.divided_images(self._scored(rows, score))
-            for group in upstream.utils.split_tensor_dict(batch, len(rows)):
+            batch = images.divided_images(self._scored(num_more, score))
+            for group in upstream.utils.split_tensor_dict(batch, num_more):
                 has_advantage = bool((group["advantages"] != 0).any())
                 (kept if has_advantage else spare).append(group)
             kept, num_missing = deal(trainer.accelerator, kept, num_wanted)
@@ -123,7 +121,6 @@ class TrainerStrategy:
             if num_more <= 0:
                 break
             num_dropped += num_more
-            rows = [next(self._other_rows) for _ in range(num_more)]
         trainer._metrics["train"]["rollout/groups_dropped"].append(float(num_dropped))
         groups = [*kept, *spare][:num_wanted]
         batch = _merged(groups, trainer._tokenizer.pad_token_id)
@@ -132,44 +129,30 @@ class TrainerStrategy:
             batch[NUM_ITEMS] = trainer.accelerator.gather(num_items).sum()
         return batch
 
-    def _scored(self, rows: list[Example], score: Callable[..., Batch]) -> Batch:
-        """Score one group for each row, or for other rows whose groups were complete first."""
+    def _scored(self, num_groups: int, score: Callable[..., Batch]) -> Batch:
+        """Score groups of the next rows, or of rows whose groups were complete first."""
         groups, backend = self.groups, self._backend
         if groups is None:
-            return score(self._repeated(rows))
+            return score(self._repeated(self.rows.take(num_groups)))
         backend.sync_if_changed()
         backend.warm_up()
-        self._offered.extend(rows)
+        self.rows.expect(num_groups, groups.prompts_held)
         try:
             with measured(backend.generator.manager) as metrics:
-                complete = groups.collect(len(rows))
+                complete = groups.collect(num_groups)
         except BaseException:
             backend.release()
             raise
+        assert len(complete) == num_groups, "the rows came to an end"
+        self.rows.settle([group.prompt for group in complete], groups.prompts_held)
         metrics = {k: v for k, v in groups.metrics().items() if k not in UNSCORED} | metrics
         metrics |= status_metrics(backend.generator.manager.status())
         outputs = [output for group in complete for output in group.outputs]
         examples = self._repeated([group.prompt["row"] for group in complete])
         return score(examples, (outputs, metrics))
 
-    def _prompts(self) -> Iterator[Example]:
-        while True:
-            row = self._offered.popleft() if self._offered else next(self._other_rows)
-            ids, pictures = images.tokenized(self._trainer, row)
-            yield {"prompt": ids, "row": row} | ({"images": pictures} if pictures else {})
-
     def _repeated(self, rows: list[Example]) -> list[Example]:
         return [dict(row) for row in rows for _ in range(self._trainer.num_generations)]
-
-
-def _shuffled_rows(trainer: Any) -> Iterator[Example]:
-    draws = random.Random(trainer.args.seed)
-    accelerator = trainer.accelerator
-    while True:
-        order = list(range(len(trainer.train_dataset)))
-        draws.shuffle(order)
-        for index in order[accelerator.process_index :: accelerator.num_processes]:
-            yield trainer.train_dataset[index]
 
 
 def _merged(groups: Sequence[Batch], pad_token_id: int) -> Batch:
@@ -252,6 +235,12 @@ def _faults(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> Ite
         yield "a tensor-parallel model, whose processes must hold equal batches"
     if not hasattr(trainer.train_dataset, "__len__"):
         yield "a train_dataset without a length"
+    loader = trainer.get_train_dataloader
+    if not getattr(loader, "__module__", "").startswith("trl."):
+        yield (
+            f"{type(trainer).__name__}'s own get_train_dataloader, whose order of rows is unknown; "
+            "override _get_train_sampler instead"
+        )
     for setting, value in MIXES_GROUPS if strategy.max_dropped_groups else ():
         if getattr(trainer, setting, None) == value:
             yield f"{setting}={value!r}, which mixes groups"

@@ -1,0 +1,280 @@
+"""Hand out a data set's rows in the order of the trainer's sampler, also ahead of the trainer.
+
+Owns the rows that one process still has to train in a pass over the data set, and what a checkpoint
+keeps of them. A strategy takes all its rows here; of the rows that the trainer's loader hands over,
+only the number counts. Refuses nothing and submits nothing. Called by the trainer, on its thread.
+"""
+
+import itertools
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from cb_rollout.errors import ConfigurationError
+from cb_rollout.integrations.trl import images
+
+# A row of the data set.
+Example = dict[str, Any]
+# An item of a collector's prompt source: "prompt", "row", perhaps "images", and "ticket".
+Prompt = dict[str, Any]
+
+
+class SamplerShare:
+    """One process's rows of the trainer's sampler, a generation at a time, pass after pass."""
+
+    def __init__(self, trainer: Any) -> None:
+        args = trainer.args
+        self._num_generations = trainer.num_generations
+        self._batch_size = args.generation_batch_size
+        # TRL 1.16's sampler repeats a generation's rows for each forward that uses them.
+        self._num_repeats = args.steps_per_generation * trainer.num_iterations
+        self._process_index = trainer.accelerator.process_index
+        self.num_processes: int = trainer.accelerator.num_processes
+        self.num_prompts: int = self._batch_size // self._num_generations
+        """Of a generation, over all processes."""
+        self._num_rows = len(trainer.train_dataset)
+        self._sampler = trainer._get_train_sampler(trainer.train_dataset)
+        self._indices: Iterator[int] = iter(())
+        self.pass_number = -1
+        self.num_batches = 0
+        """Of this pass."""
+        self.checksum = 0
+        """Of the rows of this pass so far, over all processes."""
+
+    def begin_pass(self) -> None:
+        self.pass_number += 1
+        self.num_batches = 0
+        self.checksum = zlib.crc32(b"%d" % self._num_rows)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(self.pass_number)
+        self._indices = iter(self._sampler)
+
+    def next_batch(self) -> list[int]:
+        """Return the process's rows of the next generation; none at the end of the pass."""
+        batch = list(itertools.islice(self._indices, self._batch_size))
+        if len(batch) < self._batch_size:
+            return []
+        num_repeated = self._batch_size * (self._num_repeats - 1)
+        deque(itertools.islice(self._indices, num_repeated), maxlen=0)
+        rows = batch[:: self._num_generations]
+        self.num_batches += 1
+        self.checksum = zlib.crc32(repr(rows).encode(), self.checksum)
+        num_own = len(rows) // self.num_processes
+        start = self._process_index * num_own
+        return rows[start : start + num_own]
+
+    def skip_to(self, pass_number: int, num_batches: int) -> None:
+        """Pass over all generations before this one; from the start of the first pass."""
+        while self.pass_number < pass_number:
+            # A sampler draws its orders one after the other.
+            deque(self._indices, maxlen=0)
+            self.begin_pass()
+        for _ in range(num_batches):
+            self.next_batch()
+
+    def skip(self, num_batches: int) -> None:
+        """Pass over as many generations, over the ends of passes too."""
+        for _ in range(num_batches):
+            if not self.next_batch():
+                self.first_batch()
+
+    def first_batch(self) -> list[int]:
+        """Begin the next pass, and return the process's rows of its first generation."""
+        self.begin_pass()
+        batch = self.next_batch()
+        if not batch:
+            raise ConfigurationError(
+                f"the sampler of {self._num_rows} rows gives no generation of {self.num_prompts} "
+                "prompts; lower generation_batch_size, or give the trainer more rows."
+            )
+        return batch
+
+
+@dataclass(slots=True)
+class QueueState:
+    """State of one process's queue, for a checkpoint."""
+
+    pass_number: int
+    num_batches: int
+    """Generations of the pass that the queue took from the sampler."""
+    num_prompts: int
+    """Prompts of a generation, over all processes."""
+    checksum: int
+    """Of the sampler's rows in the pass so far."""
+    trainer_step: int
+    """TRL's count of forwards, by which it generates."""
+    coming: list[int]
+    """Rows to hand out next, those that were in flight first."""
+    cancelled: list[int]
+    """Rows that come again at the end of the pass."""
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A row that was handed out and is not trained yet."""
+
+    index: int
+    pass_number: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The trainer's current generation."""
+
+    num_wanted: int = 0
+    """Groups that the strategy is asked for."""
+    rows: list[int] = field(default_factory=list)
+    """Rows that were scored for it."""
+
+
+class RowQueue(Iterator[Prompt]):
+    """The rows of one process, each once a pass, as an iterator of prompts.
+
+    It stops at the end of a pass while rows in flight suffice for the batch, and goes on later: so
+    what is sampled ahead never belongs to the next pass, and the last batch trains what is left.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._tickets = itertools.count()
+        self._start()
+
+    def _start(self) -> None:
+        self._share = SamplerShare(self._trainer)
+        self._coming: deque[int] = deque()
+        self._cancelled: deque[int] = deque()
+        self._taken: dict[int, _Taken] = {}
+        self._batch = _Batch()
+
+    def __next__(self) -> Prompt:
+        """Take a row, and return it as a collector's prompt."""
+        index = self._next_index()
+        row = self._row(index)
+        ids, pictures = images.tokenized(self._trainer, row)
+        ticket = next(self._tickets)
+        self._taken[ticket] = _Taken(index, self._share.pass_number)
+        prompt = {"prompt": ids, "row": row, "ticket": ticket}
+        if pictures:
+            prompt["images"] = pictures
+        return prompt
+
+    def take(self, num_rows: int) -> list[Example]:
+        """Take rows that are scored at once, over the end of a pass too."""
+        self._batch.num_wanted = num_rows
+        indices = [self._next_index() for _ in range(num_rows)]
+        self._batch.rows += indices
+        return [self._row(index) for index in indices]
+
+    def begin_batch(self) -> None:
+        """Begin a generation of the trainer."""
+        self._batch = _Batch()
+
+    def expect(self, num_wanted: int, held: Sequence[Prompt]) -> None:
+        """Say how many groups are wanted next, and which prompts a collector holds."""
+        self._batch.num_wanted = num_wanted
+        self._take_back(held)
+
+    def settle(self, complete: Sequence[Prompt], held: Sequence[Prompt]) -> None:
+        """Give up the rows of complete groups; rows that a collector does not hold come again.
+
+        They come at the end of their pass, so that the batches before it have rows to choose from.
+        """
+        for prompt in complete:
+            self._batch.rows.append(self._taken.pop(prompt["ticket"]).index)
+        self._take_back(held)
+
+    def _take_back(self, held: Sequence[Prompt]) -> None:
+        kept = {prompt["ticket"] for prompt in held}
+        overdue = []
+        for ticket, taken in list(self._taken.items()):
+            if ticket in kept:
+                continue
+            del self._taken[ticket]
+            if taken.pass_number < self._share.pass_number:
+                overdue.append(taken.index)
+            else:
+                self._cancelled.append(taken.index)
+        self._coming.extendleft(reversed(overdue))
+
+    def _next_index(self) -> int:
+        if not self._coming:
+            self._coming.extend(self._share.next_batch())
+        if not self._coming:
+            self._coming, self._cancelled = self._cancelled, self._coming
+        if not self._coming:
+            if len(self._taken) >= self._batch.num_wanted:
+                raise StopIteration
+            self._coming.extend(self._share.first_batch())
+        return self._coming.popleft()
+
+    def _row(self, index: int) -> Example:
+        return self._trainer.train_dataset[index]
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return the state of every process's queue, for a checkpoint; all processes call this."""
+        trainer, share = self._trainer, self._share
+        coming = [taken.index for taken in self._taken.values()]
+        coming += self._coming
+        if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):
+            # The rest of this generation is lost, so a resumed run samples it again.
+            coming = self._batch.rows + coming
+        state = QueueState(
+            pass_number=share.pass_number,
+            num_batches=share.num_batches,
+            num_prompts=share.num_prompts,
+            checksum=share.checksum,
+            trainer_step=trainer._step,
+            coming=coming,
+            cancelled=list(self._cancelled),
+        )
+        return gather_object([asdict(state)])
+
+    def begin_training(self, global_step: int, saved: list[dict[str, Any]] | None) -> None:
+        """Begin with the first pass, or where a checkpoint ended.
+
+        Args:
+            global_step: of the checkpoint; 0 begins anew.
+            saved: the checkpoint's `states()`; None: it was made without a strategy, and the queue
+                begins after the rows that the trainer has trained by then.
+        """
+        args = self._trainer.args
+        self._start()
+        if not global_step or args.ignore_data_skip:
+            return
+        if saved is None:
+            num_forwards = global_step * args.gradient_accumulation_steps
+            num_repeats = args.steps_per_generation * self._trainer.num_iterations
+            self._share.skip(num_forwards // num_repeats)
+            return
+        self._resume([QueueState(**state) for state in saved])
+
+    def _resume(self, states: list[QueueState]) -> None:
+        share, first = self._share, states[0]
+        # Generates when the run that was stopped would have.
+        self._trainer._step, self._trainer._buffered_inputs = first.trainer_step, None
+        num_before = first.num_batches * first.num_prompts
+        share.skip_to(first.pass_number, num_before // share.num_prompts)
+        has_processes = len(states) == share.num_processes
+        if has_processes and share.num_prompts == first.num_prompts:
+            own = states[self._trainer.accelerator.process_index]
+            if share.checksum == own.checksum:
+                self._coming.extend(own.coming)
+                self._cancelled.extend(own.cancelled)
+                return
+        if not self._trainer.accelerator.is_main_process:
+            return
+        num_waiting = sum(len(state.coming) + len(state.cancelled) for state in states)
+        warnings.warn(
+            f"the checkpoint's strategy had taken {num_before} rows of pass "
+            f"{first.pass_number + 1} from the sampler, {first.num_prompts} a generation for "
+            f"{len(states)} processes; now there are {share.num_prompts} for "
+            f"{share.num_processes}, or the sampler's order is another. The {num_waiting} rows "
+            "that waited then are left out of this pass, and others may be trained twice. To train "
+            "each row once, resume with the same processes, generation_batch_size, seed and data.",
+            stacklevel=2,
+        )
