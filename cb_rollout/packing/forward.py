@@ -24,7 +24,7 @@ from cb_rollout.engine.model.routers import Disagreement, Routers
 from cb_rollout.engine.numerics.agreement import LEAST_SIZE, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.packing.batch import PackedBatch, PackingLayout
+from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, fork_examples
 
 
 class Scores(NamedTuple):
@@ -196,14 +196,36 @@ def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> Removab
 
 
 def differing_gradients(
-    inner: Any, score: Callable[[PackingLayout], Sequence[torch.Tensor]], dtype: torch.dtype
+    inner: Any,
+    rows: Sequence[PackedRow],
+    score: Callable[[Sequence[PackedRow], PackingLayout], Sequence[torch.Tensor]],
+    dtype: torch.dtype,
 ) -> str | None:
     """Return how gradients through forked states differ from those of whole rows; None: not at all.
 
     States that a layer writes without a graph give the same log-probabilities, and lose the
-    gradient of the prompt. `score` computes log-probabilities in a layout. The gradients are those
-    of the embeddings, summed over the places of a token.
+    gradient of the prompt. States that it writes over those of the prompt raise in the backward
+    pass. Each of the `fork_examples` is compared.
+
+    Args:
+        inner: the transformers model.
+        rows: some rows of the batch, each with a completion.
+        score: computes the log-probabilities of rows in a layout, with a graph, in any order.
+        dtype: precision of the forwards.
+
+    Raises:
+        Exception: whatever a backward pass raises.
     """
+    for example in fork_examples(rows):
+        if (difference := _gradient_difference(inner, partial(score, example), dtype)) is not None:
+            return difference
+    return None
+
+
+def _gradient_difference(
+    inner: Any, score: Callable[[PackingLayout], Sequence[torch.Tensor]], dtype: torch.dtype
+) -> str | None:
+    """Compare gradients of the embeddings, summed over the places of a token."""
 
     def gradient(layout: PackingLayout) -> torch.Tensor:
         places: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -283,6 +283,10 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
     num_tokens = sum(row.num_tokens for row in rows)
     runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
     reason = ""
+
+    def scores_of(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
+        return list(_scored(inner, rows, layout).values())
+
     with torch.no_grad(), eval_mode(inner):
         expected = references(
             lambda: [_plain(runner, row) for row in rows],
@@ -300,7 +304,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
                 agreements = (ref.compare(packed, higher_precision) for ref in expected)
                 failed = next((agreement for agreement in agreements if not agreement), None)
                 if failed is None and layout is PackingLayout.FORKED_STATES:
-                    failed = differing_gradients(inner, packed, dtype)
+                    failed = differing_gradients(inner, rows, scores_of, dtype)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - any error is the reason
