@@ -289,7 +289,7 @@ def _agreeing_layout(inner: Any, rows: Sequence[PackedRow]) -> tuple[PackingLayo
 
     with torch.no_grad(), eval_mode(inner):
         expected = references(
-            lambda: [_plain(runner, row) for row in rows],
+            lambda: _plain_rows(runner, rows),
             dtype,
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
@@ -341,6 +341,19 @@ def routers_of(inner: Any) -> Routers:
                 inner, lambda ids: inner(input_ids=ids, use_cache=False).logits
             )
     return _ROUTERS[inner]
+
+
+def _plain_rows(runner: ModelRunner, rows: Sequence[PackedRow]) -> list[torch.Tensor]:
+    try:
+        return [_plain(runner, row) for row in rows]
+    except (torch.OutOfMemoryError, TypeError, NameError):
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(runner.model).__name__} cannot run on token ids alone ({error_text(error)}); "
+            "call its own forward with what it needs, or train an adapter that needs no other "
+            "input, as LoRA."
+        ) from error
 
 
 def _plain(runner: ModelRunner, row: PackedRow) -> torch.Tensor:

@@ -8,6 +8,7 @@ from parity import create_model
 
 from cb_rollout import packed_logprobs
 from cb_rollout.packing import batch as batch_module
+from cb_rollout.packing import forward as forward_module
 from cb_rollout.packing import logprobs as logprobs_module
 from cb_rollout.packing.batch import PackedRow, PackingLayout, fork_examples, pack
 
@@ -176,6 +177,26 @@ def test_examples_fork_one_token_and_several_whatever_the_rows_have():
     assert [row.completion_ids for row in one_token] == [[7, 7], [8, 9]]
     assert [row.completion_ids for row in several] == [[7, 7, 7], [8, 9, 10, 11], [7, 7, 7]]
     assert all(row.sampling_mask is None for row in [*one_token, *several])
+
+
+def test_a_prompt_without_any_gradient_leaves_rows_whole(monkeypatch):
+    forward = forward_module._forked_forward
+
+    def cut(own, *arguments, **named):
+        calls = []
+
+        def without_graph_at_first(*rest, **settings):
+            calls.append(1)
+            with torch.set_grad_enabled(len(calls) > 1):
+                return own(*rest, **settings)
+
+        return forward(without_graph_at_first, *arguments, **named)
+
+    monkeypatch.setattr(forward_module, "_forked_forward", cut)
+    rows = [PackedRow(PROMPT, [7, 8, 9]), PackedRow(PROMPT, [9, 8])]
+    layout, reason = logprobs_module._agreeing_layout(a_model("lfm2"), rows)
+    assert layout is PackingLayout.PADDED
+    assert reason == "2 tokens have a gradient through forked states, and 6 in whole rows"
 
 
 def test_an_exception_in_the_backward_pass_leaves_rows_whole(monkeypatch):
