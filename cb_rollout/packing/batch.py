@@ -34,6 +34,11 @@ MAX_PADDING = 1.25
 # Rows that are computed both ways before a layout is used.
 NUM_COMPARED = 4
 
+# A fork has at least this many tokens after its prompt, padding included. Recurrent layers of
+# transformers 5.23 compute a single token by a step of decoding: it writes its state over the one
+# that the backward pass needs, and its kernels have no backward pass.
+MIN_FORK_TOKENS = 2
+
 
 class RowImages(NamedTuple):
     """The images of a row, and its positions."""
@@ -222,8 +227,33 @@ def representative(rows: Sequence[PackedRow]) -> tuple[list[int], list[PackedRow
     numbers = [*pair, *others][:NUM_COMPARED]
     chosen = [rows[number] for number in numbers]
     if not forks:
-        chosen[:2] = [row._replace(max_shared=len(row.prompt_ids)) for row in chosen[:2]]
+        # The second row has a token of its own, even if its completion has a single one.
+        num_shared = min(len(rows[longest].prompt_ids), rows[longest].num_tokens - 2)
+        chosen[:2] = [row._replace(max_shared=num_shared) for row in chosen[:2]]
     return numbers, chosen
+
+
+def fork_examples(rows: Sequence[PackedRow]) -> list[list[PackedRow]]:
+    """Return rows whose forks have one token after their prompt, and rows whose forks have more.
+
+    Recurrent layers compute a single token in another way than several, and the rows of a first
+    batch need not have both. The completions of `rows` are cut to two tokens, and lengthened to
+    three: the last token of a completion is not computed. The first rows are those that share most.
+    Experts and sampling masks are left out; rows with images are never forked, and give none.
+    """
+    if any(row.images is not None for row in rows):
+        return []
+    one_token = [_with_completion(row, 2, 2) for row in rows[:2]]
+    return [one_token, [_with_completion(row, 3, None) for row in rows]]
+
+
+def _with_completion(row: PackedRow, least: int, most: int | None) -> PackedRow:
+    """Return a row whose completion is repeated to `least` tokens, and cut to `most`."""
+    num_repeats = -(-least // len(row.completion_ids))
+    ids = list(row.completion_ids)
+    if num_repeats > 1:
+        ids = (ids * num_repeats)[:least]
+    return row._replace(completion_ids=ids[:most], routes=None, sampling_mask=None)
 
 
 def pack(
@@ -306,9 +336,12 @@ def _of_one_length(
     for group in groups.values():
         num_shared = len(rows[group[0]].prompt_ids) if is_forked else 0
         sizes = {number: rows[number].num_tokens - 1 - num_shared for number in group}
+        order = sorted(group, key=sizes.__getitem__, reverse=True)
+        if is_forked:
+            sizes = {number: _fork_width(size) for number, size in sizes.items()}
         part: list[int] = []
         num_tokens = num_shared
-        for number in sorted(group, key=sizes.__getitem__, reverse=True):
+        for number in order:
             longest = sizes[part[0]] if part else sizes[number]
             padded = num_shared + longest * (len(part) + 1)
             is_wide = padded > MAX_PADDING * (num_tokens + sizes[number])
@@ -318,6 +351,11 @@ def _of_one_length(
             part.append(number)
             num_tokens += sizes[number]
         yield part, num_shared
+
+
+def _fork_width(num_tokens: int) -> int:
+    """Return the tokens, padding included, that go on from a prompt for so many of a completion."""
+    return max(num_tokens, MIN_FORK_TOKENS) if num_tokens else 0
 
 
 def _packed(
@@ -436,6 +474,8 @@ def _padded(
     shared_ids = sequences[0][:num_shared]
     sequences = [sequence[num_shared:] for sequence in sequences]
     S = max(map(len, sequences))
+    if num_shared:
+        S = _fork_width(S)
     scored = [(n, t) for n in numbers for t in range(len(rows[n].completion_ids))]
     starts = {n: index * S for index, n in enumerate(numbers)}
     places = ((n, len(rows[n].prompt_ids) - 1 + t) for n, t in scored)

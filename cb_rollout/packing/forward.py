@@ -18,13 +18,14 @@ from transformers import DynamicCache
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.model.routers import Disagreement, Routers
 from cb_rollout.engine.numerics.agreement import LEAST_SIZE, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
-from cb_rollout.errors import ConfigurationError
-from cb_rollout.packing.batch import PackedBatch, PackingLayout
+from cb_rollout.errors import ConfigurationError, error_text
+from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, fork_examples
 
 
 class Scores(NamedTuple):
@@ -66,6 +67,8 @@ def score_batches(
     scores: list[Scores] = []
 
     def forward(*_: Any, **__: Any) -> list[torch.Tensor]:
+        if scores:
+            raise _not_packed(model, "calls the model's forward more than once")
         for number, batch in enumerate(batches):
             is_trained = number < num_trained and torch.is_grad_enabled()
             with torch.set_grad_enabled(is_trained):
@@ -77,9 +80,38 @@ def score_batches(
         # DDP looks for the tensors that it will see gradients of.
         return [tensor for fields in scores for tensor in fields if tensor is not None]
 
-    with hf_compat.replacing_forward(inner, forward):
-        returned = iter(model(input_ids=batches[0].input_ids))
+    holders = [inner, *_holders_of_forward(model, inner)]
+    with replacing((holder, "forward", forward) for holder in holders):
+        try:
+            output = model(input_ids=batches[0].input_ids)
+        except (ConfigurationError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if len(scores) < len(batches):
+                # The model's own error, which says more.
+                raise
+            raise _not_packed(model, f"stops at packed scores: {error_text(error)}") from error
+    if not scores:
+        raise _not_packed(model, "does not call the model's forward")
+    returned = iter(output)
     return [_wrapped(own, returned) for own in scores]
+
+
+def _not_packed(model: torch.nn.Module, reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"tokens cannot be packed under {type(model).__name__}, which {reason}; call its own "
+        "forward (under TRL loss_forward='trainer'), or train an adapter that lives inside the "
+        "model's layers, as LoRA."
+    )
+
+
+def _holders_of_forward(model: torch.nn.Module, inner: Any) -> list[torch.nn.Module]:
+    """Return the wrappers that call the inner model's forward by a reference of their own.
+
+    PEFT 0.21's `AdaptionPromptModel` keeps the bound method.
+    """
+    wrappers = (module for module in model.modules() if module is not inner)
+    return [w for w in wrappers if getattr(vars(w).get("forward"), "__self__", None) is inner]
 
 
 def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
@@ -196,14 +228,36 @@ def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> Removab
 
 
 def differing_gradients(
-    inner: Any, score: Callable[[PackingLayout], Sequence[torch.Tensor]], dtype: torch.dtype
+    inner: Any,
+    rows: Sequence[PackedRow],
+    score: Callable[[Sequence[PackedRow], PackingLayout], Sequence[torch.Tensor]],
+    dtype: torch.dtype,
 ) -> str | None:
     """Return how gradients through forked states differ from those of whole rows; None: not at all.
 
     States that a layer writes without a graph give the same log-probabilities, and lose the
-    gradient of the prompt. `score` computes log-probabilities in a layout. The gradients are those
-    of the embeddings, summed over the places of a token.
+    gradient of the prompt. States that it writes over those of the prompt raise in the backward
+    pass. Each of the `fork_examples` is compared.
+
+    Args:
+        inner: the transformers model.
+        rows: some rows of the batch, each with a completion.
+        score: computes the log-probabilities of rows in a layout, with a graph, in any order.
+        dtype: precision of the forwards.
+
+    Raises:
+        Exception: whatever a backward pass raises.
     """
+    for example in fork_examples(rows):
+        if (difference := _gradient_difference(inner, partial(score, example), dtype)) is not None:
+            return difference
+    return None
+
+
+def _gradient_difference(
+    inner: Any, score: Callable[[PackingLayout], Sequence[torch.Tensor]], dtype: torch.dtype
+) -> str | None:
+    """Compare gradients of the embeddings, summed over the places of a token."""
 
     def gradient(layout: PackingLayout) -> torch.Tensor:
         places: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -220,7 +274,7 @@ def differing_gradients(
         finally:
             handle.remove()
         ids, embedded = zip(*places, strict=True)
-        of_places = torch.autograd.grad(total, embedded)
+        of_places = torch.autograd.grad(total, embedded, materialize_grads=True)
         tokens, index = torch.cat([i.flatten() for i in ids]).unique(return_inverse=True)
         values = torch.cat([g.flatten(0, -2) for g in of_places]).double()
         sums = values.new_zeros(len(tokens), values.shape[-1]).index_add_(0, index, values)
@@ -233,9 +287,17 @@ def differing_gradients(
         dtype,
         is_coarse=dtype.itemsize < torch.float32.itemsize,
     )
-    agreement = reference.compare(
-        lambda: list(scale * gradient(PackingLayout.FORKED_STATES)), higher_precision
-    )
+
+    def through_forks() -> list[torch.Tensor]:
+        found = list(scale * gradient(PackingLayout.FORKED_STATES))
+        if len(found) != len(reference.values):
+            raise ConfigurationError(
+                f"{len(found)} tokens have a gradient through forked states, and "
+                f"{len(reference.values)} in whole rows"
+            )
+        return found
+
+    agreement = reference.compare(through_forks, higher_precision)
     if agreement:
         return None
     multiple = agreement.largest_multiple

@@ -296,9 +296,13 @@ def _agreeing_layout(
     num_tokens = sum(row.num_tokens for row in rows)
     runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
     reason = ""
+
+    def scores_of(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
+        return list(_scored(outermost, rows, layout).values())
+
     with torch.no_grad(), eval_mode(outermost):
         expected = references(
-            lambda: [_plain(runner, row, outermost) for row in rows],
+            lambda: _plain_rows(runner, rows, outermost),
             dtype,
             is_coarse=dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
@@ -313,7 +317,7 @@ def _agreeing_layout(
                 agreements = (ref.compare(packed, higher_precision) for ref in expected)
                 failed = next((agreement for agreement in agreements if not agreement), None)
                 if failed is None and layout is PackingLayout.FORKED_STATES:
-                    failed = differing_gradients(inner, packed, dtype)
+                    failed = differing_gradients(inner, rows, scores_of, dtype)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # noqa: BLE001 - any error is the reason
@@ -350,6 +354,21 @@ def routers_of(inner: Any) -> Routers:
                 inner, lambda ids: inner(input_ids=ids, use_cache=False).logits
             )
     return _ROUTERS[inner]
+
+
+def _plain_rows(
+    runner: ModelRunner, rows: Sequence[PackedRow], outermost: torch.nn.Module
+) -> list[torch.Tensor]:
+    try:
+        return [_plain(runner, row, outermost) for row in rows]
+    except (torch.OutOfMemoryError, TypeError, NameError):
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(runner.model).__name__} cannot run on token ids alone ({error_text(error)}); "
+            "call its own forward with what it needs, or train an adapter that needs no other "
+            "input, as LoRA."
+        ) from error
 
 
 def _plain(runner: ModelRunner, row: PackedRow, outermost: torch.nn.Module) -> torch.Tensor:

@@ -306,7 +306,8 @@ def check_each_token(rows, batch):
     if batch.is_token is not None:
         assert batch.num_tokens <= MAX_PADDING * int(batch.is_token.sum())
     elif batch.shared_ids is not None:
-        completions = [max(0, length - 1) for length in batch.lengths]
+        # One token after a prompt is padded to two.
+        completions = [2 if length == 2 else length - 1 for length in batch.lengths]
         num_useful = batch.shared_ids.numel() + sum(completions)
         assert batch.num_tokens <= MAX_PADDING * num_useful
     else:
@@ -319,6 +320,26 @@ def test_the_rows_to_compare_are_two_that_go_on_apart_and_the_longest():
     # Row 3 has the prompt of rows 2 and 6 too, and no token of its own.
     assert numbers == [6, 2, 7, 5]
     assert chosen == [rows[number] for number in numbers]
+
+
+def test_rows_of_one_token_to_compare_go_on_from_a_part_of_their_prompt():
+    _, chosen = representative([PackedRow(A, [1]), PackedRow(A, [2])])
+    (batch,) = pack(chosen, range(len(chosen)), PackingLayout.SHARED_PREFIXES, CPU)
+    assert {segment.length for segment in batch.segments if segment.prefix} == {1}
+
+
+@pytest.mark.parametrize("max_tokens", [None, 6])
+def test_a_fork_of_one_token_is_padded_to_two(max_tokens):
+    """A recurrent layer would compute the one by a step of decoding, over its own state."""
+    rows = [PackedRow(A, [20, 21]), PackedRow(A, [22, 23]), PackedRow(A, [24])]
+    batches = pack(rows, range(3), PackingLayout.FORKED_STATES, CPU, max_tokens)
+    forks = [batch.input_ids.tolist() for batch in batches]
+    # A completion of one token is predicted by the prompt alone.
+    of_one = [[]]
+    if max_tokens is None:
+        assert forks == [[[20, 0], [22, 0]], of_one]
+    else:
+        assert forks == [[[20, 0]], [[22, 0]], of_one]
 
 
 def test_where_no_rows_share_anything_the_longest_shares_its_prompt_with_itself():

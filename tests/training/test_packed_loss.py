@@ -33,6 +33,24 @@ SMALL = {
 RLOO = {"trainer_class": RLOOTrainer, "config_class": RLOOConfig}
 LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")}
 
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "full_attention", "moe"],
+        "num_hidden_layers": 3,
+        "hidden_size": 16,
+        "head_dim": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 4,
+        "ssm_state_size": 16,
+        "n_groups": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+    },
+}
+
 # Tokens that end a completion, so that lengths differ.
 ENDS = [EOS, *range(20, 32)]
 
@@ -78,8 +96,7 @@ def a_trainer(
         rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROBLEMS[:8]]
         arguments |= {"train_dataset": Dataset.from_list(rows), "tools": [double]}
         settings = TOOLS | settings
-    lfm2 = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
-    sizes = {"num_hidden_layers": 1} | (lfm2 if family == "lfm2" else {})
+    sizes = {"num_hidden_layers": 1} | HYBRIDS.get(family, {})
     model = tiny_model(family, vocab_size=99, attention_dropout=dropout, **sizes)
     model.generation_config.eos_token_id = ENDS
     if reference is not None:
@@ -315,6 +332,27 @@ def test_a_recurrent_model_goes_on_from_the_states_of_a_prompt(
     theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
     assert_learned_alike(own, other)
     assert_logged_alike(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="grpo"),
+        pytest.param({"bf16": True}, id="bf16", marks=pytest.mark.slow),
+        pytest.param(RLOO, id="rloo", marks=pytest.mark.slow),
+    ],
+)
+def test_a_state_space_model_trains_on_completions_of_two_tokens(tmp_path, monkeypatch, settings):
+    """One token after a prompt: a step of decoding would write over the state of the prompt."""
+    settings = {"family": "nemotron_h", "beta": 0.0, "max_steps": 3, **settings}
+    ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
+    lengths = [len(ids) for turn in own.turns[1:] for ids in turn]
+    assert lengths.count(2) > 0
+    assert min(logged(ours, "rollout/prompts_shared")) > 0
+    if "bf16" not in settings:
+        theirs, other = trl_run(tmp_path / "theirs", monkeypatch, settings, own.turns)
+        assert_learned_alike(own, other)
+        assert_logged_alike(ours, theirs)
 
 
 def test_a_recurrent_model_whose_states_have_no_gradient_runs_padded(tmp_path, monkeypatch):

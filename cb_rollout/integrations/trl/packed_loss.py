@@ -371,14 +371,15 @@ class PackedLoss:
         lengths = [len(row.completion_ids) for row in compared.rows]
         dtype = compute_dtype(model, self._trainer.accelerator.mixed_precision)
 
-        has_gradient = torch.is_grad_enabled()
-
         def logprobs(result: Result) -> list[torch.Tensor]:
             return [row_T[:n] for row_T, n in zip(result[0], lengths, strict=True)]
 
-        def packed(layout: PackingLayout = run.layout) -> list[torch.Tensor]:
-            laid_out = replace(compared, layout=layout)
-            return logprobs(laid_out.unpacked(laid_out.scores(range(len(lengths)), None)))
+        def packed() -> list[torch.Tensor]:
+            return logprobs(compared.unpacked(compared.scores(range(len(lengths)), None)))
+
+        def scored(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
+            laid_out = replace(compared, rows=list(rows), layout=layout)
+            return [own.logprobs_K for own in laid_out.scores(range(len(rows)), None)]
 
         # Without gradients, reentrant checkpoints warn that there will be none.
         with without_dropout(model), hf_compat.keeping_activations(model), torch.no_grad():
@@ -392,8 +393,9 @@ class PackedLoss:
             for reference in expected:
                 if not (agreement := reference.compare(packed, higher_precision)):
                     return f"log-probabilities are off the trainer's forward by {agreement}"
-            if has_gradient and run.layout is PackingLayout.FORKED_STATES:
-                return differing_gradients(model, packed, dtype)
+            if run.layout is PackingLayout.FORKED_STATES:
+                # Without gradients too: the rows may have no fork of the lengths that come later.
+                return differing_gradients(model, compared.rows, scored, dtype)
         return None
 
 
