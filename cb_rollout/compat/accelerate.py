@@ -29,9 +29,13 @@ def _wrapped_forward(module: Any) -> Any:
     """
     if module._forward_hooks or module._forward_pre_hooks:
         return None
+    return getattr(module, "_original_forward", None) if has_autocast(module) else None
+
+
+def has_autocast(module: Any) -> bool:
+    """Return whether accelerate 1.15 has put a module's forward under autocast."""
     wrapper = getattr(vars(module).get("forward"), "__wrapped__", None)
-    is_wrapped = isinstance(wrapper, ConvertOutputsToFp32)
-    return getattr(module, "_original_forward", None) if is_wrapped else None
+    return isinstance(wrapper, ConvertOutputsToFp32)
 
 
 def forward_of(module: Any) -> object:

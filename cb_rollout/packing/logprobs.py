@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.accelerate import has_autocast
 from cb_rollout.compat.fsdp import is_sharded
 from cb_rollout.compat.module_state import forward_identity
 from cb_rollout.compat.moe import without_router_logits
@@ -294,7 +295,7 @@ def _agreeing_layout(
     plain = {"temperature": 1.0, "sampling_mask": None}
     rows = [row._replace(**plain) for row in representative(rows)[1]]
     num_tokens = sum(row.num_tokens for row in rows)
-    runner, dtype = ModelRunner(inner, None), compute_dtype(inner)
+    runner, dtype = ModelRunner(inner, None), _forward_dtype(inner)
     reason = ""
 
     def scores_of(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
@@ -327,7 +328,7 @@ def _agreeing_layout(
             reason = str(failed)
     raise ConfigurationError(
         f"{type(outermost).__name__} computes other log-probabilities packed than alone ({reason}"
-        "); call its own forward on each output."
+        f"); {_remedy(inner)}call its own forward on each output."
     )
 
 
@@ -354,6 +355,25 @@ def routers_of(inner: Any) -> Routers:
                 inner, lambda ids: inner(input_ids=ids, use_cache=False).logits
             )
     return _ROUTERS[inner]
+
+
+def _remedy(inner: Any) -> str:
+    """Return the setting of bitsandbytes under which a row does not depend on its batch."""
+    quantization = getattr(inner.config, "quantization_config", None)
+    threshold = getattr(quantization, "llm_int8_threshold", 0)
+    if not (getattr(quantization, "load_in_8bit", False) and threshold > 0):
+        return ""
+    return (
+        f"with llm_int8_threshold={threshold} its 8-bit layers make a row depend on its batch: "
+        "load it with llm_int8_threshold=0.0, or "
+    )
+
+
+def _forward_dtype(inner: Any) -> torch.dtype:
+    """Return the dtype whose rounding a forward has, of autocast around the call or inside it."""
+    device_type = next(inner.parameters()).device.type
+    is_autocast = torch.is_autocast_enabled(device_type) or has_autocast(inner)
+    return compute_dtype(inner, "bf16" if is_autocast else "no")
 
 
 def _plain_rows(

@@ -6,7 +6,13 @@ from peft import LoraConfig, get_peft_model
 from tiny import SHARPNESS, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
+from cb_rollout import (
+    ConfigurationError,
+    RolloutConfig,
+    RolloutGenerator,
+    SamplingParams,
+    packed_logprobs,
+)
 
 pytest.importorskip("bitsandbytes", reason="quantised bases are tested where it is installed")
 
@@ -18,15 +24,52 @@ KINDS = {
 }
 
 
+def quantised(folder, config):
+    tiny_model().save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map="cpu", dtype=torch.float32
+    )
+
+
 @pytest.fixture(params=KINDS)
 def model(request, tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=KINDS[request.param], device_map="cpu", dtype=torch.float32
-    )
+    base = quantised(tmp_path, KINDS[request.param])
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
     return get_peft_model(base, lora)
+
+
+def some_outputs(model):
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
+        prompts = [[5, 6, 7], [5, 6, 7], [8, 9]]
+        return [*generator.generate_batch(prompts, sampling_params=params).values()]
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_packed_log_probabilities_are_those_of_the_plain_forward_in_the_models_mode(
+    model, is_training
+):
+    """On a CPU bitsandbytes 0.50 quantises activations in evaluation mode alone, in 8 bits."""
+    outputs = some_outputs(model)
+    model.train(is_training)
+    found = packed_logprobs(model, outputs, temperature=1.0)
+    assert all(values.requires_grad for values in found)
+    for values, output in zip(found, outputs, strict=True):
+        ids = torch.tensor([[*output.prompt_ids, *output.generated_tokens]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(output.prompt_ids) - 1 : -1]
+        labels = ids[0, len(output.prompt_ids) :, None]
+        right = logits.log_softmax(-1).gather(1, labels)[:, 0]
+        torch.testing.assert_close(values, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_that_depends_on_its_batch_is_refused_with_the_threshold_to_set(tmp_path):
+    outputs = some_outputs(tiny_model())
+    config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=1.0)
+    words = "llm_int8_threshold=1.0 its 8-bit layers .* load it with llm_int8_threshold=0.0"
+    with pytest.raises(ConfigurationError, match=words):
+        packed_logprobs(quantised(tmp_path, config), outputs)
 
 
 def packed(model):

@@ -1,9 +1,12 @@
 """Completions that go on from the states of a prompt have the gradients of plain rows."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from parity import create_model
 
 from cb_rollout import packed_logprobs
@@ -128,6 +131,30 @@ def test_under_autocast_forks_are_as_near_to_float32_as_plain_rows(family):
         of_rows.append(distance(plain, right) / size)
     # The rounding of 16 bits differs between any two orders of sums.
     assert sum(of_forks) <= 1.5 * sum(of_rows) + 1e-3
+
+
+def prepared_by_accelerate(model):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return nullcontext()
+
+
+CASTS = {
+    "around the call": lambda model: torch.autocast("cpu", torch.bfloat16),
+    "in the model": prepared_by_accelerate,
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("family", SOME)
+def test_under_autocast_a_model_is_held_to_the_rounding_of_16_bits(family, cast):
+    """Held to that of float32 it would be padded, or refused."""
+    model = a_model(family)
+    rows = [PackedRow(PROMPT, own) for own in ([7, 8, 9, 10, 11], [7, 12, 13])]
+    with CASTS[cast](model):
+        layout, reason = logprobs_module._agreeing_layout(model, rows)
+    assert layout is PackingLayout.FORKED_STATES, reason
 
 
 @pytest.mark.parametrize("completions", [[[7, 8, 9, 10], [7, 11, 12]], [[7], [8]]])

@@ -84,3 +84,33 @@ def test_a_tree_learns_what_its_rows_alone_learn(smollm2, dtype):
     assert max(of_rows) < {torch.float32: 1e-3, torch.bfloat16: 2}[dtype], of_rows
     for tree, rows in zip(of_tree, of_rows, strict=True):
         assert tree <= 1.5 * rows, (of_tree, of_rows)
+
+
+def padded(model, outputs):
+    """All rows in one forward, padded on the right."""
+    rows = [[*output.prompt_ids, *output.generated_tokens] for output in outputs]
+    width = max(map(len, rows))
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()
+    scored = []
+    for own, row, output in zip(logits, rows, outputs, strict=True):
+        first = len(output.prompt_ids)
+        labels = torch.tensor(row[first:])[:, None]
+        scored.append(own[first - 1 : len(row) - 1].log_softmax(-1).gather(-1, labels)[:, 0])
+    return scored
+
+
+@torch.no_grad()
+def test_under_autocast_a_tree_is_no_further_from_rows_alone_than_padding_moves_them(smollm2):
+    outputs = conversations(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    exact = torch.cat([alone(model, output) for output in outputs])
+    with torch.autocast("cpu", torch.bfloat16):
+        tree = torch.cat(packed_logprobs(model, outputs))
+        rows = torch.cat([alone(model, output) for output in outputs])
+        moved = torch.cat(padded(model, outputs))
+    assert (tree - rows).norm() <= 1.5 * (moved - rows).norm()
+    assert (tree - exact).norm() <= 1.5 * (rows - exact).norm()
+    # A path of another precision would be nearer to float32 than bfloat16 allows.
+    assert (tree - exact).norm() >= 0.5 * (rows - exact).norm()
