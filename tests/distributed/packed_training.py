@@ -24,7 +24,7 @@ from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.fsdp import local_part
 from cb_rollout.engine.sampling import sampler
 from cb_rollout.integrations.trl import packed_loss, scoring
-from cb_rollout.integrations.trl.loss_rows import LossRow
+from cb_rollout.integrations.trl.rows.loss_rows import LossRow
 from cb_rollout.packing.batch import PackingLayout
 
 SETTINGS = {

@@ -17,7 +17,7 @@ from tiny_trainer import logged, tiny_trainer
 from trl_sharded import STUCK_SECONDS, fsdp
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
-from cb_rollout.integrations.trl.loss_rows import ROWS_KEY
+from cb_rollout.integrations.trl.rows.loss_rows import ROWS_KEY
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.strategies import DynamicSampling, OverSampling, PartialRollouts

@@ -17,7 +17,7 @@ from cb_rollout.engine.memory.system import DeviceMemory
 from cb_rollout.engine.sampling import sampler as sampling
 from cb_rollout.integrations.trl import guard as guard_module
 from cb_rollout.integrations.trl.guard import ComparedRow
-from cb_rollout.integrations.trl.loss_rows import LossRow
+from cb_rollout.integrations.trl.rows.loss_rows import LossRow
 from cb_rollout.rollout.audit import drift_audit
 from cb_rollout.rollout.audit.report import Cause
 from cb_rollout.weights.copied import CopiedWeights

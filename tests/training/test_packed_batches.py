@@ -19,7 +19,7 @@ from tiny_trainer import tiny_trainer
 
 from cb_rollout import RolloutConfig, attach
 from cb_rollout.integrations.trl import packed_loss
-from cb_rollout.integrations.trl.loss_rows import LossBatch
+from cb_rollout.integrations.trl.rows.loss_rows import LossBatch
 from cb_rollout.integrations.trl.scoring import TrainerScoring
 from measure_tree import batch_of, conversations, sharing_prompts_alone
 

@@ -15,7 +15,7 @@ from tiny_trainer import logged, tiny_trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
-from cb_rollout.integrations.trl.loss_rows import ROW_IDS, ROWS_KEY
+from cb_rollout.integrations.trl.rows.loss_rows import ROW_IDS, ROWS_KEY
 
 TOP_K = 5
 

@@ -23,7 +23,7 @@ from cb_rollout import (
 from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.sampling import sampler as sampling
 from cb_rollout.integrations.trl import backend
-from cb_rollout.integrations.trl.loss_rows import ROWS_KEY
+from cb_rollout.integrations.trl.rows.loss_rows import ROWS_KEY
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
 from cb_rollout.strategies import DynamicSampling, Plain

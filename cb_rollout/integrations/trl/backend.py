@@ -21,9 +21,9 @@ from cb_rollout.config.hf import as_trainers_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
-from cb_rollout.integrations.trl.loss_rows import LossRow
 from cb_rollout.integrations.trl.packed_loss import LossTokens
 from cb_rollout.integrations.trl.records import TrainerRecords
+from cb_rollout.integrations.trl.rows.loss_rows import LossRow
 from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode
 from cb_rollout.packing.logprobs import routers_of
@@ -34,7 +34,7 @@ from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.state import model_state
 
 if TYPE_CHECKING:
-    from cb_rollout.integrations.trl.row_queue import RowQueue
+    from cb_rollout.integrations.trl.rows.row_queue import RowQueue
     from cb_rollout.strategies import GroupCollector
 
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.

@@ -27,7 +27,7 @@ from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.backend import AttachedGenerator
 from cb_rollout.integrations.trl.images import image_arguments
-from cb_rollout.integrations.trl.loss_rows import UNKNOWN_ID, LossBatch, LossRow
+from cb_rollout.integrations.trl.rows.loss_rows import UNKNOWN_ID, LossBatch, LossRow
 from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_whole_model
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.rollout.distributed import largest_of_all

@@ -34,7 +34,7 @@ from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl import images
 from cb_rollout.integrations.trl.images import IMAGE_ARGUMENTS
-from cb_rollout.integrations.trl.loss_rows import Forward, LossBatch, Result
+from cb_rollout.integrations.trl.rows.loss_rows import Forward, LossBatch, Result
 from cb_rollout.packing.batch import (
     PackedBatch,
     PackedRow,

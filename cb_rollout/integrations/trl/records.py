@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cb_rollout.compat.multimodal import image_token_ids, is_processor
-from cb_rollout.integrations.trl.loss_rows import UNKNOWN_ID, LossRow
+from cb_rollout.integrations.trl.rows.loss_rows import UNKNOWN_ID, LossRow
 from cb_rollout.metrics.live_metrics import Durations
 from cb_rollout.metrics.run_records import Mode, RunRecorder, SequenceRecord, StepMetrics
 

@@ -27,7 +27,8 @@ from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl import upstream
 from cb_rollout.integrations.trl.backend import Collected, GenerationBackend
 from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
-from cb_rollout.integrations.trl.loss_rows import (
+from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
+from cb_rollout.integrations.trl.rows.loss_rows import (
     ROW_IDS,
     ROWS_KEY,
     UNKNOWN_ID,
@@ -39,8 +40,7 @@ from cb_rollout.integrations.trl.loss_rows import (
     require_records,
     require_sampled_here,
 )
-from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
-from cb_rollout.integrations.trl.row_index import RowIndex, Suggestions
+from cb_rollout.integrations.trl.rows.row_index import RowIndex, Suggestions
 from cb_rollout.packing.logprobs import packing_obstacle
 from cb_rollout.rollout.generator import RolloutGenerator
 

@@ -27,7 +27,7 @@ from cb_rollout.integrations.trl.backend import (
     trains_split_model,
 )
 from cb_rollout.integrations.trl.on_policy import seam_of
-from cb_rollout.integrations.trl.row_queue import Example, RowQueue
+from cb_rollout.integrations.trl.rows.row_queue import Example, RowQueue
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from cb_rollout.integrations.trl.backend import RolloutContext
-from cb_rollout.integrations.trl.loss_rows import loss_rows
+from cb_rollout.integrations.trl.rows.loss_rows import loss_rows
 from cb_rollout.types import FinishReason, GenerationOutput
 
 

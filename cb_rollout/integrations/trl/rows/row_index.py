@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cb_rollout.engine.attention.shared_prefix import num_common
-from cb_rollout.integrations.trl.loss_rows import UNKNOWN_ID, LossBatch, LossRow
+from cb_rollout.integrations.trl.rows.loss_rows import UNKNOWN_ID, LossBatch, LossRow
 
 # One for each row of a batch; None: no record is suggested.
 Suggestions = Sequence[LossRow | None]

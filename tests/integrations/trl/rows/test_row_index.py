@@ -2,8 +2,8 @@
 
 import torch
 
-from cb_rollout.integrations.trl.loss_rows import UNKNOWN_ID, LossBatch, LossRow
-from cb_rollout.integrations.trl.row_index import RowIndex
+from cb_rollout.integrations.trl.rows.loss_rows import UNKNOWN_ID, LossBatch, LossRow
+from cb_rollout.integrations.trl.rows.row_index import RowIndex
 
 PROMPT = [3, 4]
 
