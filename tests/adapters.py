@@ -19,8 +19,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "FOURIERFT": {"n_frequency": 20},
     "IA3": {"target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
     "LN_TUNING": {"target_modules": ["norm"]},
+    "MULTITASK_PROMPT_TUNING": {"num_tasks": 2},
+    "P_TUNING": {"encoder_hidden_size": 16},
+    "ROAD": {"group_size": 16},
+    "SHADOW": {"target_modules": None},
+    "SHIRA": {"r": 2},
+    # PEFT 0.21 leaves its vectors unset otherwise.
+    "TINYLORA": {"init_weights": True},
     "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [5, 6, 7]},
     "VBLORA": {"vector_length": 32, "num_vectors": 16},
+    "WAVEFT": {"n_frequency": 64},
 }
 # What a method's config needs beside its type and the layers it adapts.
 

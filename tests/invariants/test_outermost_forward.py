@@ -35,7 +35,7 @@ REFUSED = {
     "PREFIX_TUNING": PROMPT_LEARNING,
     "PROMPT_TUNING": PROMPT_LEARNING,
     "P_TUNING": PROMPT_LEARNING,
-    "SHADOW": "does not run on token ids alone",
+    "SHADOW": "cannot run on a paged cache",
     "XLORA": WRAPPER,
 }
 FAST = ("LORA", "LORA (activated)", "PREFIX_TUNING")

@@ -446,7 +446,7 @@ def test_a_model_whose_packed_forward_lies_runs_padded_and_then_not_at_all(monke
     assert_as_plain(model, random_outputs())
     assert used == ["shared_prefixes", "padded", "padded"]
     logprobs_module._LAYOUTS.clear()
-    monkeypatch.setattr(logprobs_module, "_plain", lambda _, row: torch.ones(len(row[1])))
+    monkeypatch.setattr(logprobs_module, "_plain", lambda _, row, __: torch.ones(len(row[1])))
     with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes other log-prob"):
         packed_logprobs(model, random_outputs())
 
