@@ -153,7 +153,9 @@ class RolloutContext:
     """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
     rows: list[LossRow] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    """One for each row, weighted and summed over the reward functions."""
+    """One for each row, weighted and summed over the reward functions; empty: not scored."""
+    all_rewards: list[float] = field(default_factory=list)
+    """Those of the rows of every process, in the order of the processes."""
 
     @property
     def outputs(self) -> list[GenerationOutput]:
@@ -229,8 +231,11 @@ class GenerationBackend(TrainerCallback):
         """Save the last rollout, which the trainer has scored by now."""
         context = self.context
         if self._saver is not None and context.calls:
-            named = zip(context.rows, context.rewards, strict=False)
-            rewards = {row.name: reward for row, reward in named}
+            rewards = {}
+            # Outputs of a rollout that failed before its rewards, or that nobody scores, have none.
+            if context.rewards:
+                named = zip(context.rows, context.rewards, strict=True)
+                rewards = {row.name: reward for row, reward in named}
             self._saver.save(context.step, context.mode, context.calls, rewards)
             context.calls = []
 
@@ -291,9 +296,10 @@ class GenerationBackend(TrainerCallback):
         inputs: list[Any] = prompts if images is None else _with_images(prompts, images)
         with profiler or nullcontext():
             outputs = self.sample(inputs)
-        for output, pictures in zip(outputs, images or (), strict=False):
-            if pictures:
-                self.context.images[output.request_id] = pictures
+        if images is not None:
+            for output, pictures in zip(outputs, images, strict=True):
+                if pictures:
+                    self.context.images[output.request_id] = pictures
         completions = [output.generated_tokens for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]

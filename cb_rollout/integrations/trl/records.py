@@ -50,23 +50,34 @@ class TrainerRecords:
         mode: Mode,
         rows: Sequence[LossRow],
         rewards: Sequence[float],
+        all_rewards: Sequence[float],
         images: Mapping[str, Sequence[Any]],
         batch: Mapping[str, Any],
     ) -> None:
-        """Take the first rows of a rollout and its scored batch; they wait for their loss."""
+        """Take the first rows of a rollout and its scored batch; they wait for their loss.
+
+        Args:
+            mode: whether the trainer trains on them.
+            rows: rows of this process.
+            rewards: one for each row.
+            all_rewards: rewards of the rows of every process, in the order of the processes; a
+                group may be divided over several.
+            images: pictures of the prompts that have any, by the row's name.
+            batch: the scored batch of the rows, as TRL names its columns.
+        """
         self.flush(mode)
         if mode == "train":
             self._completion_lengths += [sum(row.is_sampled) for row in rows]
             size = self._trainer.num_generations
-            # Of whole groups: another process may hold the rest of the last.
-            ends = range(size, len(rewards) + 1, size)
-            self._group_rewards += [list(rewards[end - size : end]) for end in ends]
+            starts = range(0, len(all_rewards), size)
+            self._group_rewards += [list(all_rewards[start : start + size]) for start in starts]
         # The trainer counts a step once it is done, and logs its metrics under that number.
         step = self._trainer.state.global_step + (mode == "train")
         tokenizer = self._trainer.processing_class
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
         advantages = _row_advantages(batch["advantages"], mask_BT).tolist()
-        for number, row in enumerate(rows[: self._num_sequences]):
+        scored = list(zip(rows, rewards, strict=True))
+        for number, (row, reward) in enumerate(scored[: self._num_sequences]):
             pictures = images.get(row.name, ())[:MAX_IMAGES]
             self._pending[row.id] = SequenceRecord(
                 step=step,
@@ -77,7 +88,7 @@ class TrainerRecords:
                 token_ids=row.completion_ids,
                 logprobs=row.logprobs or [],
                 policy_versions=_policy_versions(row),
-                reward=rewards[number],
+                reward=reward,
                 finish_reason=row.finish_reason,
                 advantage=advantages[number],
                 mask=mask_BT[number, : len(row.completion_ids)].tolist(),

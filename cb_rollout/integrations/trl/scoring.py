@@ -133,10 +133,16 @@ class TrainerScoring:
             require_sampled_here(context.rows, "router_replay=True", "router_replay=False")
         return generated
 
-    def calculate_rewards(self, *arguments: Any) -> torch.Tensor:
-        rewards = self._calculate_rewards(*arguments)
+    def calculate_rewards(self, inputs: list[Any], prompts: list[Any], *rest: Any) -> torch.Tensor:
+        """Replace `_calculate_rewards`, which TRL 1.16 has return the rows of all processes."""
+        rewards = self._calculate_rewards(inputs, prompts, *rest)
         weights = self._trainer.reward_weights.to(rewards.device)
-        self._backend.context.rewards = (rewards * weights).nansum(1).tolist()
+        all_rewards = (rewards * weights).nansum(1).tolist()
+        # In the order of the processes, each of which has as many rows.
+        start = self._trainer.accelerator.process_index * len(prompts)
+        context = self._backend.context
+        context.all_rewards = all_rewards
+        context.rewards = all_rewards[start : start + len(prompts)]
         return rewards
 
     def generate_and_score(self, inputs: list[Any]) -> dict[str, Any]:
@@ -186,7 +192,14 @@ class TrainerScoring:
             batch["advantages"] = self._per_token(self._token_advantages, batch, context.rows)
         batch[ROWS_KEY] = context.rows
         if self._records is not None:
-            self._records.add(context.mode, context.rows, context.rewards, context.images, batch)
+            self._records.add(
+                mode=context.mode,
+                rows=context.rows,
+                rewards=context.rewards,
+                all_rewards=context.all_rewards,
+                images=context.images,
+                batch=batch,
+            )
         return batch
 
     def _per_token(
