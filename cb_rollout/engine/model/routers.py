@@ -170,9 +170,7 @@ class RouteRecorder:
         """
         Q = max(num_new)
         pairs = zip(routes, num_new, strict=True) if routes else ()
-        rows = [
-            (record, Q - new, Q) if is_padded else (record, 0, new) for record, new in pairs
-        ]
+        rows = [(record, Q - new, Q) if is_padded else (record, 0, new) for record, new in pairs]
         self._known = joined_routes(rows, device)
 
     def take(self) -> torch.Tensor:

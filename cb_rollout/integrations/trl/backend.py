@@ -193,8 +193,11 @@ class GenerationBackend(TrainerCallback):
         """Serve a trainer, whose attribute `synced_step` holds the step at which it synced last."""
         self._trainer, self.generator, self.records = trainer, generator, records
         self._synced_step = synced_step
-        folder, rank = generator.config.save_rollouts, trainer.accelerator.process_index
-        self._saver = None if folder is None else RolloutSaver(folder, rank)
+        self._saver: RolloutSaver | None = None
+        folder, accelerator = generator.config.save_rollouts, trainer.accelerator
+        if folder is not None:
+            rank, num_processes = accelerator.process_index, accelerator.num_processes
+            self._saver = RolloutSaver(folder, rank, num_processes)
         self.installed = ExitStack()
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""
@@ -223,6 +226,8 @@ class GenerationBackend(TrainerCallback):
 
     def begin_rollout(self, **known: Any) -> RolloutContext:
         self._save_rollout()
+        if self._saver is not None:
+            self._saver.require_own_folder()
         step = self._trainer.state.global_step + (self._mode == "train")
         self.context = RolloutContext(self._mode, step=step, **known)
         return self.context
@@ -369,11 +374,13 @@ class GenerationBackend(TrainerCallback):
     def close(self) -> None:
         if self.records is not None:
             self.records.flush()
-        self._save_rollout()
-        self.cancel_carried()
-        self._trainer.remove_callback(self)
-        self.installed.close()
-        self.generator.close()
+        try:
+            self._save_rollout()
+        finally:
+            self.cancel_carried()
+            self._trainer.remove_callback(self)
+            self.installed.close()
+            self.generator.close()
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Sync again: the step count starts over, or goes on from a checkpoint's.
