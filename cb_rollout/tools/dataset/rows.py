@@ -81,9 +81,17 @@ def _parquet_source(path: Path) -> Source:
         raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
 
     def rows() -> Iterator[tuple[str, Any]]:
-        batches = file.iter_batches(batch_size=PARQUET_BATCH_ROWS)
-        values = (value for batch in batches for value in batch.to_pylist())
-        return ((f"{path} row {number}", value) for number, value in enumerate(values))
+        number = 0
+        try:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for value in batch.to_pylist():
+                    yield f"{path} row {number}", value
+                    number += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigurationError(
+                f"{path} cannot be read after row {number} ({error_text(error)}); it is damaged, "
+                "or cut off: write it again."
+            ) from error
 
     return rows
 
