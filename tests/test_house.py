@@ -292,6 +292,20 @@ def test_a_comment_stands_above_what_it_explains():
     assert below == []
 
 
+def test_a_zip_of_unequal_lengths_says_why():
+    # ruff asks for a strict= at each; a value of other rows beside one's own would be cut silently.
+    unexplained = []
+    for path in MODULES:
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            is_zip = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "zip"
+            if not is_zip or any(ast.unparse(k) == "strict=True" for k in node.keywords):
+                continue
+            if not lines[node.lineno - 2].lstrip().startswith("# "):
+                unexplained.append(f"{path.name}:{node.lineno}")
+    assert not unexplained
+
+
 @pytest.mark.parametrize(("framework", "homes"), HOMES_OF_FRAMEWORK.items())
 def test_a_framework_is_imported_in_its_homes_only(framework, homes):
     assert importers(framework) <= homes

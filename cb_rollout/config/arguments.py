@@ -4,6 +4,7 @@ import dataclasses
 from contextlib import suppress
 from typing import Any, Literal, get_args, get_type_hints
 
+from cb_rollout.config.checks import real_number, whole_number
 from cb_rollout.config.rollout import RolloutConfig
 
 # `seed` is the trainer's own argument. The others hold pairs, objects, or a single value.
@@ -32,9 +33,11 @@ def _may_be_word(name: str) -> bool:
 
 def _value(name: str, parsed: Any) -> Any:
     """Convert a string to a number where it is one; `RolloutConfig` refuses other strings."""
-    if _may_be_word(name):
+    # A yaml file has numbers, which stay as they are.
+    if isinstance(parsed, str) and _may_be_word(name):
+        read = whole_number if int in get_args(_HINTS[name]) else real_number
         with suppress(ValueError):
-            return int(parsed) if int in get_args(_HINTS[name]) else float(parsed)
+            return read(parsed)
     return parsed
 
 

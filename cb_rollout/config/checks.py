@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from enum import EnumMeta, StrEnum
@@ -27,6 +28,10 @@ MAX_INTEGER = 2**31 - 1
 
 # Most characters of a refused value in a message.
 MAX_SHOWN = 200
+
+# Narrower than `int` and `float`, which take white space, "+5", "1_000" and digits of any script.
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]*")
+_REAL_NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 
 
 def setting(default: Any, help_text: str, check: Check | type[StrEnum] | None = None) -> Any:
@@ -109,6 +114,31 @@ def shown(value: Any) -> str:
         # Python writes no integer of more than 4300 digits.
         return "(a number of thousands of digits)"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number from text; each number has one spelling.
+
+    Raises:
+        ValueError: the text is anything but ASCII digits, without a leading zero, perhaps after a
+            minus sign; or has thousands of digits.
+    """
+    if _WHOLE_NUMBER.fullmatch(text):
+        with suppress(ValueError):
+            return int(text)
+    raise ValueError(f"{shown(text)} is not a whole number in plain digits, such as 5")
+
+
+def real_number(text: str) -> float:
+    """Read a finite number from text: ASCII digits, with a point or an exponent.
+
+    Raises:
+        ValueError: the text is anything else, or the number is too large for a float.
+    """
+    number = float(text) if _REAL_NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{shown(text)} is not a number in plain digits, such as 0.5")
+    return number
 
 
 def boolean(value: Any) -> bool:

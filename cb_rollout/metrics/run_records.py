@@ -1,8 +1,9 @@
 """Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
-Owns the two files, a folder with each picture of a prompt once, and their format. A file may hold
-several runs; each line has its run's id. Recording again removes the half line that a killed
-process left. A full disk stops the recording with a warning. One process of a run records.
+Owns the two files, a folder with each picture of a prompt once, the texts of audits, and their
+format. A file may hold several runs; each line has its run's id. Recording again removes the half
+line that a killed process left. A full disk stops the recording with a warning. One process of a
+run records.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ RUN_DIR_NAME = "cb_rollout"
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
-# The text of the last audit.
+# The texts of the audits, the last one at the end, with an empty line between two.
 AUDIT_FILE = "audit.txt"
 
 # Thumbnails of prompts' pictures, by a hash of their bytes.
@@ -236,6 +237,24 @@ class RunRecorder:
                 "nothing more of this run is recorded. Make room before the next one.",
                 stacklevel=4,
             )
+
+
+def record_audit(run_dir: str | os.PathLike[str], text: str) -> None:
+    """Append an audit, whose text has no empty line, or raise `OSError`."""
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / AUDIT_FILE).open("ab", buffering=0) as file:
+        is_first = file.seek(0, os.SEEK_END) == 0
+        separator = "" if is_first else "\n"
+        append_lines(file, f"{separator}{text}\n".encode())
+
+
+def read_last_audit(run_dir: str | os.PathLike[str]) -> str | None:
+    """Return the text of the last audit; None: there is none."""
+    path = Path(run_dir) / AUDIT_FILE
+    if not path.is_file():
+        return None
+    return path.read_text(encoding="utf-8").rpartition("\n\n")[2]
 
 
 def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:

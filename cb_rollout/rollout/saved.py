@@ -12,19 +12,19 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.engine.model.routers import Routers
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
 # Of one process, in the order of the rollouts: the step that trains on it, its number, the rank.
 FILE_NAME = "{step:08}-{number:06}-{rank:05}.parquet"
-_NAME = re.compile(r"(\d{8})-\d{6}-(\d{5})\.parquet")
+_NAME = re.compile(r"([0-9]{8})-([0-9]{6})-([0-9]{5})\.parquet")
 
 # Fields of a `GenerationOutput` that a row holds as they are.
 _PLAIN = (
@@ -49,24 +49,61 @@ def _schema() -> Any:
 
 
 class RolloutSaver:
-    """Write the rollouts of one process into a folder that all processes share."""
+    """Write the rollouts of one process into a folder that all processes share.
 
-    def __init__(self, folder: str, rank: int) -> None:
-        self._folder, self._rank, self._count = Path(folder), rank, 0
+    A file is never written over, and only a resumed training writes beside files of an earlier run.
+    """
+
+    def __init__(self, folder: str, rank: int, num_processes: int) -> None:
+        """Look for files of an earlier run, before this one writes any.
+
+        Args:
+            folder: folder of the files, made if it is missing.
+            rank: number of this process; the first one also looks after files of ranks that this
+                run does not have.
+            num_processes: processes of this run.
+        """
+        self._folder, self._rank, self._num_processes = Path(folder), rank, num_processes
+        self._count = 0
+        self._earlier = self._own_files()
+
+    def _own_files(self) -> list[Path]:
+        is_first, limit = self._rank == 0, self._num_processes
+        return [
+            path
+            for path in _files(self._folder)
+            if _rank_of(path) == self._rank or (is_first and _rank_of(path) >= limit)
+        ]
+
+    def require_own_folder(self) -> None:
+        """Raise `ConfigurationError` if an earlier run saved here, and this one does not go on."""
+        if self._earlier:
+            self._refuse(self._earlier[0])
 
     def begin_training(self, step: int) -> None:
         """Go on after a checkpoint's step: what was sampled after it is deleted, and comes again.
 
-        `ConfigurationError`: a training from its first step would write among another's files.
+        Raises:
+            ConfigurationError: a training from its first step would write among another's files.
         """
-        later = [path for path in _files(self._folder, self._rank) if _step_of(path) > step]
-        if later and not step:
-            raise ConfigurationError(
-                f"save_rollouts={str(self._folder)!r} holds the rollouts of another training; name "
-                "an empty folder, or resume that training from its checkpoint."
-            )
+        later = [path for path in self._own_files() if _step_of(path) > step]
+        if not step:
+            self.require_own_folder()
+            if later:
+                self._refuse(later[0])
         for path in later:
             path.unlink()
+        self._earlier = []
+        # A step that was saved before may be evaluated again.
+        numbers = [_number_of(path) + 1 for path in self._own_files()]
+        self._count = max([self._count, *numbers])
+
+    def _refuse(self, path: Path) -> NoReturn:
+        raise ConfigurationError(
+            f"save_rollouts={str(self._folder)!r} holds rollouts of another run, such as "
+            f"{path.name}; name an empty folder, or resume that training from its checkpoint "
+            "before anything is sampled."
+        )
 
     def save(
         self,
@@ -75,7 +112,17 @@ class RolloutSaver:
         calls: Sequence[Sequence[GenerationOutput]],
         rewards: Mapping[str, float],
     ) -> None:
-        """Write a file of the outputs of each call, with rewards by request id."""
+        """Write a file of the outputs of each call.
+
+        Args:
+            step: the trainer's step after it trained on them; in evaluation, at the time.
+            mode: "train" or "eval".
+            calls: outputs of each call of the engine.
+            rewards: reward of a sequence by its request id; none where it was not scored.
+
+        Raises:
+            ConfigurationError: another run, which began after this one, wrote the file.
+        """
         import pyarrow as pa
         import pyarrow.parquet as parquet
 
@@ -84,12 +131,17 @@ class RolloutSaver:
             for call, outputs in enumerate(calls)
             for output in outputs
         ]
-        name = FILE_NAME.format(step=step, number=self._count, rank=self._rank)
+        path = self._folder / FILE_NAME.format(step=step, number=self._count, rank=self._rank)
+        if path.exists():
+            raise ConfigurationError(
+                f"{path} is there already: another run saves its rollouts there too; name a "
+                "save_rollouts for each."
+            )
         self._count += 1
         self._folder.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         parquet.write_table(pa.Table.from_pylist(rows, _schema()), content, compression="zstd")
-        write_whole(self._folder / name, content.getvalue())
+        write_whole(path, content.getvalue())
 
 
 class SavedRollouts:
@@ -107,9 +159,15 @@ class SavedRollouts:
         """Look for the files of a `save_rollouts`; the loss follows that training's `config`.
 
         Raises:
-            ConfigurationError: the folder holds no rollouts.
+            ConfigurationError: the folder holds no rollouts, or `config` saves into it.
         """
         self.config, self.tokenizer = as_rollout_config(config), None
+        saved_into = self.config.save_rollouts
+        if saved_into is not None and Path(saved_into).resolve() == Path(folder).resolve():
+            raise ConfigurationError(
+                f"save_rollouts={saved_into!r} is the folder that is trained from; name another "
+                "folder, or leave it out."
+            )
         self.policy_version = 0
         """The newest version that sampled a token of the last rollout."""
         self._folder, self._rank = Path(folder), 0
@@ -139,7 +197,11 @@ class SavedRollouts:
             self._calls = _calls(path for path in files if _step_of(path) > step)
 
     def generate_batch(self, inputs: Iterable[Any], *_: Any, **__: Any) -> dict[str, Any]:
-        """Return the outputs of the next call; `ConfigurationError`: none, or of other prompts."""
+        """Return the outputs of the next call.
+
+        Raises:
+            ConfigurationError: there is none, it is of other prompts, or its file cannot be read.
+        """
         outputs = next(self._calls, None)
         if outputs is None:
             raise ConfigurationError(
@@ -170,21 +232,50 @@ class SavedRollouts:
 
 
 def _files(folder: Path, rank: int | None = None) -> list[Path]:
-    named = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("*.parquet")]
-    return sorted(p for p, name in named if name and rank in (None, int(name[2])))
+    """Return the files in the order of the rollouts; None: of every process."""
+    named = [path for path in folder.glob("*.parquet") if _NAME.fullmatch(path.name)]
+    return sorted(path for path in named if rank is None or _rank_of(path) == rank)
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name[:8])
+    return _numbers_of(path)[0]
+
+
+def _number_of(path: Path) -> int:
+    return _numbers_of(path)[1]
+
+
+def _rank_of(path: Path) -> int:
+    return _numbers_of(path)[2]
+
+
+def _numbers_of(path: Path) -> list[int]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, path
+    return [int(digits) for digits in match.groups()]
 
 
 def _calls(paths: Iterable[Path]) -> Iterator[list[GenerationOutput]]:
+    for path in paths:
+        yield from _calls_in(path)
+
+
+def _calls_in(path: Path) -> list[list[GenerationOutput]]:
+    """Return the outputs of each call of a file; `ConfigurationError`: it cannot be read."""
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    for path in paths:
-        rows = parquet.read_table(path).to_pylist()
-        for _, of_call in groupby(rows, itemgetter("call")):
-            yield [_output(row) for row in of_call]
+    try:
+        with parquet.ParquetFile(path) as file:
+            rows = file.read().to_pylist()
+        by_call = groupby(rows, itemgetter("call"))
+        return [[_output(row) for row in rows_of_call] for _, rows_of_call in by_call]
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{path} is no whole file of saved rollouts ({error_text(error)}); restore it from a "
+            "copy, or resume the training that saved it from a checkpoint before step "
+            f"{_step_of(path)}, which samples it again."
+        ) from error
 
 
 def _row(output: GenerationOutput, **more: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Token ids to whole characters, bytes and log-probabilities, on the server's asyncio thread."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -20,6 +21,9 @@ NUM_TOKENS_KEPT = 1 << 16
 
 # GPT-2's table: the letters that byte-level vocabularies write bytes with.
 BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+# SentencePiece's token of a single byte.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 # Token ids to text, without special tokens.
 Decode = Callable[[Sequence[int]], str]
@@ -156,8 +160,8 @@ def logprob_entries(
 def _bytes_of(token: str, text: str) -> list[int]:
     """Return a token's bytes, from its vocabulary entry if it is no whole character."""
     if INCOMPLETE in text:
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return [int(token[3:5], 16)]
+        if byte := BYTE_TOKEN.fullmatch(token):
+            return [int(byte[1], 16)]
         if token and all(letter in BYTE_OF_LETTER for letter in token):
             return [BYTE_OF_LETTER[letter] for letter in token]
     return list(text.encode())

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cb_rollout.server.options import ServerOptions, is_loopback
+from cb_rollout.server.options import (
+    ServerOptions,
+    is_loopback_authority,
+    is_loopback_origin,
+)
 from cb_rollout.server.protocol import ApiError, as_api_error
 
 # Load balancers ask without a key; the answer says only whether the engine runs.
@@ -157,17 +160,15 @@ class AccessMiddleware:
                 await _refusal(as_api_error(TimeoutError()))(scope, receive, send)
 
     def _require_access(self, scope: Scope) -> None:
-        headers = dict(scope["headers"])
         if self._key_digest is None:
             # A web page can give its own name this machine's address (DNS rebinding).
-            host = headers.get(b"host", b"").decode("latin-1")
-            name = host[: host.find("]") + 1] or host.partition(":")[0]
-            if not is_loopback(name):
+            # Of several names one could be checked here, and another be meant.
+            hosts = _values(scope, b"host")
+            if len(hosts) != 1 or not is_loopback_authority(hosts[0]):
                 why = "without an API key this server answers to localhost and 127.0.0.1 only."
                 raise ApiError(401, why)
             # A page of another site can send a request without a body, though not read its answer.
-            origin = headers.get(b"origin")
-            if origin is not None and not is_loopback(_host_of(origin)):
+            if not all(map(is_loopback_origin, _values(scope, b"origin"))):
                 raise ApiError(401, "without an API key this server answers no page of a web site.")
             if scope["path"] in WEIGHT_PATHS and not is_own_user(scope):
                 raise ApiError(
@@ -176,6 +177,7 @@ class AccessMiddleware:
                     "knows on Linux; start it with --api-key.",
                 )
         elif scope["path"] not in OPEN_PATHS:
+            headers = dict(scope["headers"])
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             is_right = hmac.compare_digest(_digest(key.strip()), self._key_digest)
             if scheme.lower() != b"bearer" or not is_right:
@@ -234,12 +236,9 @@ def _refusal(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, {"connection": "close", **error.headers})
 
 
-def _host_of(origin: bytes) -> str:
-    """Return the host of an `Origin` header; of `null` and broken ones, no host."""
-    try:
-        return urlsplit(origin.decode("latin-1")).hostname or ""
-    except ValueError:
-        return ""
+def _values(scope: Scope, name: bytes) -> list[str]:
+    """Return the values of each header of a name, without the white space around them."""
+    return [value.decode("latin-1").strip(" \t") for key, value in scope["headers"] if key == name]
 
 
 def _digest(key: bytes) -> bytes:

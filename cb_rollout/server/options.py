@@ -6,6 +6,7 @@ Owns names, defaults and the checks made before the server listens. Loads neithe
 import dataclasses
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,11 @@ SYNONYMS = {
     "max_model_len": "max_prompt_tokens",
     "timeout_graceful_shutdown": "drain_seconds",
 }
+
+# RFC 3986's host and port, without a user: a name, an IPv4 address, or an IPv6 address in brackets.
+# A port may be empty.
+_AUTHORITY = re.compile(r"([A-Za-z0-9.-]+|\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\])(?::([0-9]{0,5}))?")
+MAX_PORT = (1 << 16) - 1
 
 
 def _field(default: Any, help_text: str, **settings: Any) -> Any:
@@ -69,8 +75,9 @@ class ServerOptions:
         for name in ("host", "model_name"):
             if not isinstance(value := getattr(self, name), str) or not value:
                 raise ConfigurationError(f"{name}={value!r} is not a text, or is empty.")
-        if not _is_whole(self.port, 0) or self.port >= 1 << 16:
-            raise ConfigurationError(f"port={self.port!r} is not a whole number in [0, 65535].")
+        if not _is_whole(self.port, 0) or self.port > MAX_PORT:
+            why = f"is not a whole number in [0, {MAX_PORT}]."
+            raise ConfigurationError(f"port={self.port!r} {why}")
         for name, value in vars(self).items():
             is_left_open = value is None and name in ("max_prompt_tokens", "max_connections")
             least = 0 if name == "max_images" else 1
@@ -93,11 +100,41 @@ class ServerOptions:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host name or address."""
+    """Return whether only this machine can reach a host name or address.
+
+    An IPv6 address may stand in brackets; capitals in a name mean nothing.
+    """
+    has_brackets = host.startswith("[") and host.endswith("]")
+    address = host[1:-1] if has_brackets else host
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        found = ipaddress.ip_address(address)
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
+    # A zone may be any text: "::1%evil.com" is an address too.
+    may_have_brackets = found.version == 6 or not has_brackets
+    return found.is_loopback and may_have_brackets and "%" not in address
+
+
+def is_loopback_authority(authority: str) -> bool:
+    """Return whether the `host[:port]` of a `Host` header is of this machine alone.
+
+    Anything else before, between or after the two is refused, a user's name too. A name may end in
+    the dot of the DNS root.
+    """
+    match = _AUTHORITY.fullmatch(authority)
+    if match is None:
+        return False
+    host, port = match.groups()
+    if port and int(port) > MAX_PORT:
+        return False
+    is_rooted_name = host.lower() == "localhost."
+    return is_rooted_name or is_loopback(host)
+
+
+def is_loopback_origin(origin: str) -> bool:
+    """Return whether an `Origin` header, `scheme://host[:port]`, is of a page of this machine."""
+    _, separator, authority = origin.partition("://")
+    return bool(separator) and is_loopback_authority(authority)
 
 
 def _is_whole(value: object, least: int) -> bool:

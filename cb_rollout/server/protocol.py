@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from cb_rollout.config.checks import whole_number
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
 
 T = TypeVar("T")
@@ -72,9 +73,10 @@ def _by_token(biases: dict[str, Any]) -> dict[int, float]:
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError(f"{bias!r:.100} is not a number in [-100, 100]")
     try:
-        return {int(token): bias for token, bias in biases.items()}
-    except ValueError:
-        raise ValueError("a key is not a token id") from None
+        # Two spellings of one number would be one token with two biases.
+        return {whole_number(token): bias for token, bias in biases.items()}
+    except ValueError as error:
+        raise ValueError(f"a key is not a token id: {error}") from None
 
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -83,7 +85,7 @@ Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 class EndRequest(Strict):
     """Body of `/sessions/{session}/end`."""
 
-    reward: Annotated[float, Field(allow_inf_nan=False, strict=False)]
+    reward: Annotated[float, Field(allow_inf_nan=False)] | bool
 
 
 class StreamOptions(Strict):

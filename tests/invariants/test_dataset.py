@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -453,9 +454,82 @@ def test_a_failing_scorer_names_itself_and_the_row_and_keeps_what_is_done(
     assert "<lambda> on" in str(caught.value)
     assert f"{jsonl} line 5 (id 'q4', sample 0)" in str(caught.value)
     scorer.__code__ = (lambda row: 1.0).__code__
-    report = generate(model, jsonl, output, evaluate=scorer)
+    before = output.read_bytes()
+    with pytest.raises(ConfigurationError, match=r"evaluate_code was .* set rescore=True"):
+        generate(model, jsonl, output, evaluate=scorer)
+    assert output.read_bytes() == before
+    report = generate(model, jsonl, output, evaluate=scorer, rescore=True)
     assert report.num_resumed > 0
     assert keys(read_jsonl(output)) == ALL_KEYS
+    assert report.scores[0].mean == 1
+    assert generate(model, jsonl, output, evaluate=scorer).num_tokens == 0
+
+
+def test_results_are_scored_again_without_being_generated_again(model, jsonl, tmp_path):
+    output = tmp_path / "out.jsonl"
+    generate(model, jsonl, output)
+    before = read_jsonl(output)
+    with pytest.raises(ConfigurationError, match="rescore=True scores by a function"):
+        generate(model, jsonl, output, rescore=True)
+    with pytest.raises(ConfigurationError, match=r"sample [0-2]\) raised Zero"):
+        generate(model, jsonl, output, rescore=True, evaluate=lambda row: 1 / 0)
+    assert read_jsonl(output) == before
+    report = generate(model, jsonl, output, rescore=True, evaluate=lambda row: row["answer"])
+    assert (report.num_resumed, report.num_tokens) == (36, 0)
+    assert report.scores[0].mean == pytest.approx(6.5)
+    after = read_jsonl(output)
+    assert [{n: v for n, v in row.items() if n != "scores"} for row in after] == before
+    # Settings that decide completions still count.
+    with pytest.raises(ConfigurationError, match=r"temperature was 1\.0 and is 0\.5"):
+        generate(model, jsonl, output, rescore=True, evaluate=len, temperature=0.5)
+
+
+def edit(path, **changed):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+CHANGED_FILES = {
+    "config.rms_norm_eps was": lambda f: edit(f / "config.json", rms_norm_eps=0.1),
+    "sampling_params.repetition_penalty was None": lambda f: edit(
+        f / "generation_config.json", repetition_penalty=1.5
+    ),
+    "sampling_params.stop_token_ids|sampling_params.eos_token_id": lambda f: edit(
+        f / "generation_config.json", eos_token_id=[1, 7]
+    ),
+    "chat_template was": lambda f: (f / "chat_template.jinja").write_text("other"),
+    "tokenizer.tokenizer.json was": lambda f: swap(f / "tokenizer.json"),
+    "tokenizer.tokenizer_config.json was": lambda f: edit(
+        f / "tokenizer_config.json", clean_up_tokenization_spaces=True
+    ),
+}
+
+
+def swap(path):
+    content = json.loads(path.read_text())
+    ids = content["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("said", CHANGED_FILES)
+def test_a_checkpoint_that_changed_is_refused_by_what_changed(checkpoint, jsonl, tmp_path, said):
+    folder, output = tmp_path / "checkpoint", tmp_path / "out.jsonl"
+    shutil.copytree(checkpoint, folder)
+    generate(folder, jsonl, output, tokenizer=None)
+    before = output.read_bytes()
+    CHANGED_FILES[said](folder)
+    with pytest.raises(ConfigurationError, match=rf"other settings: ({said}).*overwrite this one"):
+        generate(folder, jsonl, output, tokenizer=None)
+    assert output.read_bytes() == before
+
+
+def test_a_checkpoint_that_moved_is_resumed(checkpoint, jsonl, tmp_path):
+    output = tmp_path / "out.jsonl"
+    generate(checkpoint, jsonl, output, tokenizer=None)
+    shutil.copytree(checkpoint, tmp_path / "moved")
+    edit(tmp_path / "moved" / "config.json", transformers_version="5.0.0")
+    report = generate(tmp_path / "moved", jsonl, output, tokenizer=None, max_num_seqs=2)
+    assert (report.num_resumed, report.num_tokens) == (36, 0)
 
 
 def test_equal_greedy_completions_are_refused(model, jsonl, tmp_path):

@@ -77,6 +77,14 @@ def test_a_body_that_does_not_arrive_is_answered_400(serving):
         assert is_closed(client)
 
 
+@pytest.mark.parametrize("length", ["9" * 5000, "9" * 20, "+5", "\u00b2", "1_0", "-1"])
+def test_a_length_that_is_none_is_refused(serving, length, caplog):
+    with connection(serving[1]) as client:
+        client.sendall(HEAD + f"Content-Length: {length}\r\n\r\n[]".encode("latin-1"))
+        assert client.recv(1 << 16).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 413 "))
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_garbage_in_a_body_closes_the_connection_without_a_traceback(serving, caplog):
     _, server = serving
     # Refused at once, so the answer follows that to the garbage.

@@ -6,9 +6,11 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from cb_rollout.server.detokenizer import (
+    INCOMPLETE,
     MAX_OPEN_TOKENS,
     IncrementalDetokenizer,
     TokenTable,
+    _bytes_of,
     first_stop,
     num_partial_match,
 )
@@ -156,3 +158,16 @@ def test_a_stop_string_that_did_not_end_the_sequence_is_text():
 )
 def test_a_token_that_is_no_whole_character_has_its_bytes(tokenizer, token, expected):
     assert TokenTable(tokenizer)._look_up(token)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("token", "expected"),
+    [
+        ("<0x+5>", b"<0x+5>"),
+        ("<0x 5>", INCOMPLETE.encode()),
+        ("<0x\ufffd\ufffd>", INCOMPLETE.encode()),
+        ("<0x\u0665\u0665>", INCOMPLETE.encode()),
+    ],
+)
+def test_a_token_that_looks_like_a_byte_and_is_none_is_no_byte(token, expected):
+    assert _bytes_of(token, INCOMPLETE) == list(expected)

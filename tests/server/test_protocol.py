@@ -57,6 +57,30 @@ def test_unknown_fields_are_named_and_a_right_body_is_taken():
     assert protocol.JsonSchema.model_validate(schema).json_schema == {"type": "null"}
 
 
+# Each of them would name a token that another key names too.
+NOT_CANONICAL = [
+    " 5", "5 ", "+5", "\u0665", "05", "-0", "1_0", "5.0", "5e0", "0x5", "", "\n5", "five",
+    "\uff15", "9" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NOT_CANONICAL)
+def test_a_key_of_logit_bias_is_a_token_id_in_plain_digits(key):
+    with pytest.raises(ValidationError, match="is not a token id") as raised:
+        COMPLETION.model_validate({"prompt": "a", "logit_bias": {"5": 1, key: 2}})
+    assert len(str(raised.value)) < 2000
+    taken = COMPLETION.model_validate({"prompt": "a", "logit_bias": {"0": 1, "10": 2, "-1": 3}})
+    assert taken.logit_bias == {0: 1, 10: 2, -1: 3}
+
+
+@pytest.mark.parametrize("reward", ["1", " 1", "1e3", "\u0661", [1], {}])
+def test_a_reward_is_a_number_and_no_text(reward):
+    with pytest.raises(ValidationError):
+        protocol.EndRequest.model_validate({"reward": reward})
+    for number in (1, 0.5, True):
+        assert protocol.EndRequest.model_validate({"reward": number}).reward == number
+
+
 @pytest.fixture(scope="module")
 def post():
     with served(max_sequences=4) as (_, server):

@@ -386,6 +386,48 @@ def test_wrong_options_exit_with_code_2(argv, capsys):
     assert "usage: cb-rollout" in capsys.readouterr().err
 
 
+NOT_WHOLE = [" 5", "+5", "\u0665", "1_000", "05", "5.0", "five", "", "9" * 5000]
+NOT_REAL = [" 0.5", "+0.5", "\u0665", "1_0.5", "nan", "inf", "Infinity", "half", "", "."]
+
+
+@pytest.mark.parametrize("text", NOT_WHOLE)
+def test_a_whole_number_is_written_in_plain_digits(text, capsys):
+    for argv in (
+        ["serve", "m", "--port"],
+        ["generate", "--model", "m", "--input", "i", "--output", "o", "--max-new-tokens"],
+        ["bench", "--repetitions"],
+        ["doctor", "m", "--lora"],
+        ["demo", "--seed"],
+        ["watch", "r", "--port"],
+        ["audit", "r", "--model", "m", "--top-k"],
+        ["serve", "m", "--seed"],
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*argv[:-1], f"{argv[-1]}={text}"])
+        assert "is not a whole number in plain digits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", NOT_REAL)
+def test_a_number_is_written_in_plain_digits(text, capsys):
+    for argv in (
+        ["generate", "--model", "m", "--input", "i", "--output", "o", "--temperature"],
+        ["doctor", "m", "--gpu-gib"],
+        ["audit", "r", "--model", "m", "--top-p"],
+        ["serve", "m", "--drain-seconds"],
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*argv[:-1], f"{argv[-1]}={text}"])
+        assert "is not a number in plain digits" in capsys.readouterr().err
+
+
+def test_numbers_in_plain_digits_are_taken():
+    parse = create_parser().parse_args
+    for text, number in (("0", 0), ("-1", -1), ("1000", 1000)):
+        assert parse(["serve", "m", f"--seed={text}"]).seed == number
+    for text, number in ((".5", 0.5), ("5.", 5), ("-1", -1), ("1e-3", 0.001), ("2E+1", 20)):
+        assert parse(["serve", "m", f"--drain-seconds={text}"]).drain_seconds == number
+
+
 def test_help_loads_neither_torch_nor_wandb():
     code = (
         "import sys, contextlib, cb_rollout.tools.cli\n"

@@ -121,3 +121,15 @@ def test_an_input_that_cannot_be_read_is_a_typed_error(tmp_path, name, said):
     (tmp_path / "saved" / "state.json").write_text(json.dumps({}))
     with pytest.raises(ConfigurationError, match=re.escape(said)):
         create_source(str(tmp_path / name))
+
+
+def test_a_table_that_is_damaged_after_its_start_is_a_typed_error(tmp_path):
+    path = tmp_path / "in.parquet"
+    Dataset.from_list([{"prompt": f"prompt {n}" * 9} for n in range(4000)]).to_parquet(path)
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes(2000) + whole[middle + 2000 :])
+    source = create_source(str(path))
+    for read in (survey, lambda source: list(rows(source))):
+        with pytest.raises(ConfigurationError, match=r"in.parquet cannot be read after row \d+ "):
+            read(source)

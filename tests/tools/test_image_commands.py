@@ -7,7 +7,7 @@ import pytest
 from tiny import save_checkpoint
 from tiny_vision import picture, tiny_vision_model
 
-from cb_rollout import RolloutGenerator, SamplingParams
+from cb_rollout import ConfigurationError, RolloutGenerator, SamplingParams
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.tools.dataset import generate_dataset
 from cb_rollout.tools.doctor import Level, checkpoint_findings
@@ -104,3 +104,24 @@ def test_the_doctor_says_whether_images_run_and_why_not(checkpoint, tmp_path, mo
     assert found.text.startswith("are refused: ")
     assert "processor" in found.text
     assert images_finding(str(save_checkpoint(tmp_path / "text"))).text == "not read by this model"
+
+
+def test_a_picture_that_changed_is_refused_and_one_that_was_missing_is_taken(checkpoint, tmp_path):
+    images = ["1.png", "2.png"]
+    rows = [{"id": name, "prompt": "w60 <image>", "images": [name]} for name in images]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    picture(1).save(tmp_path / "1.png")
+
+    def generate():
+        paths = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        return generate_dataset(checkpoint, *paths, progress_bar=False, max_new_tokens=4)
+
+    assert generate().num_failed == 1
+    picture(2).save(tmp_path / "2.png")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(line for line in lines if "error" not in line))
+    assert (report := generate()).num_failed == 0
+    assert (report.num_resumed, report.num_sequences) == (1, 2)
+    picture(3).save(tmp_path / "2.png")
+    with pytest.raises(ConfigurationError, match=r"pictures\.2\.png was '"):
+        generate()

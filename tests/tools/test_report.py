@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from report_page import FORBIDDEN, Page, a_sequence
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.metrics.run_records import AUDIT_FILE, METRICS_FILE, RunRecorder, StepMetrics
+from cb_rollout.metrics.run_records import (
+    AUDIT_FILE,
+    METRICS_FILE,
+    RunRecorder,
+    StepMetrics,
+    record_audit,
+)
 from cb_rollout.tools.report import write_comparison, write_report
 from cb_rollout.tools.report.figures import DRIFT_KEYS, series, smoothed
 from cb_rollout.tools.report.page import MAX_SEQUENCES_PER_STEP, spread
@@ -104,6 +110,16 @@ def test_the_last_audit_is_shown_as_it_was_written(tmp_path):
     html, page = page_of(tmp_path, sequences=[a_sequence()])
     assert "The last audit:Step 3. Adapter <missing>.\n  +1 nats\n" in page.text
     assert '<pre class="prompt">Step 3. Adapter &lt;missing&gt;' in html
+
+
+def test_an_audit_is_kept_beside_the_ones_before(tmp_path):
+    for step in (3, 4):
+        record_audit(tmp_path, f"Step {step}. Adapter missing.\n  +1 nats")
+    text = (tmp_path / AUDIT_FILE).read_text()
+    assert text == "Step 3. Adapter missing.\n  +1 nats\n\nStep 4. Adapter missing.\n  +1 nats\n"
+    _, page = page_of(tmp_path, sequences=[a_sequence()])
+    assert "The last audit:Step 4. Adapter missing.\n  +1 nats\n" in page.text
+    assert "Step 3" not in page.text
 
 
 def test_whitespace_and_special_tokens_can_be_seen(tmp_path):

@@ -59,6 +59,31 @@ def test_nothing_but_pages_of_the_report_is_served(tmp_path):
         assert (status, "reward" in html) == (403, False)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "status"),
+    [
+        (["localhost:8008"], 200),
+        (["localhost"], 200),
+        (["LOCALHOST:8008"], 200),
+        (["[::1]:8008"], 200),
+        (["localhost:8008@evil.com"], 403),
+        (["127.0.0.1:x"], 403),
+        (["localhost", "evil.com"], 403),
+        (["evil.com", "localhost"], 403),
+        ([], 403),
+    ],
+)
+def test_a_report_is_shown_to_requests_for_this_machine_alone(tmp_path, hosts, status):
+    with served(tmp_path) as server:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.putrequest("GET", "/", skip_host=True)
+        for host in hosts:
+            connection.putheader("Host", host)
+        connection.endheaders()
+        assert connection.getresponse().status == status
+        connection.close()
+
+
 def test_a_port_that_is_taken_is_named(tmp_path):
     with served(tmp_path) as server, pytest.raises(ConfigurationError, match=r"port \d+ .*--port"):
         LiveReport(tmp_path, server.server_port, 3)

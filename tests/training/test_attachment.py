@@ -152,6 +152,19 @@ def test_a_bad_word_in_a_file_is_refused():
     assert RolloutArguments(training_reserve_gib="2").rollout_config().training_reserve_gib == 2
 
 
+@pytest.mark.parametrize("value", [" 5", "+5", "\u0665", "1_000", 5.5])
+def test_a_number_beside_a_word_is_written_in_plain_digits(value):
+    with pytest.raises(ConfigurationError, match="loss_tokens_per_forward="):
+        RolloutArguments(loss_tokens_per_forward=value).rollout_config()
+    if isinstance(value, str):
+        with pytest.raises(ConfigurationError, match="training_reserve_gib="):
+            RolloutArguments(training_reserve_gib=value).rollout_config()
+    for taken in ("64", 64):
+        assert RolloutArguments(loss_tokens_per_forward=taken).rollout_config() == RolloutConfig(
+            loss_tokens_per_forward=64
+        )
+
+
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_each_turn_reuses_the_keys_of_the_turns_before(tmp_path, monkeypatch, kind):
     rows = [

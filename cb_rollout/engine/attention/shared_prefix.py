@@ -94,6 +94,7 @@ def num_common(rows: Sequence[Sequence[Any]]) -> int:
     for blocks in others:
         # Most groups share all, and lists are compared at once.
         if blocks[: len(common)] != common:
+            # A row may be shorter than what the others have in common, or longer.
             pairs = zip(common, blocks, strict=False)
             common = common[: next(at for at, (a, b) in enumerate(pairs) if a != b)]
     return len(common)

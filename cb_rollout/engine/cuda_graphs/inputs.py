@@ -79,7 +79,8 @@ class GraphInputs:
         `rows_per_tile`: most rows that read a shared prefix together. Without `sampling` a step
         keeps logits.
         """
-        size, pairs = batch.table.block_size, zip(batch.block_ids, batch.lengths, strict=False)
+        size = batch.table.block_size
+        pairs = zip(batch.block_ids, batch.lengths, strict=True) if batch.block_ids else ()
         block_ids = [blocks[: -(-length // size)] for blocks, length in pairs]
         tiles = shared_tiles(block_ids, size, rows_per_tile)
         shared = [0] * len(batch)

@@ -169,10 +169,8 @@ class RouteRecorder:
         `is_padded`: rows are left-padded to the longest; False: they stand in one row.
         """
         Q = max(num_new)
-        rows = [
-            (record, Q - new, Q) if is_padded else (record, 0, new)
-            for record, new in zip(routes, num_new, strict=bool(routes))
-        ]
+        pairs = zip(routes, num_new, strict=True) if routes else ()
+        rows = [(record, Q - new, Q) if is_padded else (record, 0, new) for record, new in pairs]
         self._known = joined_routes(rows, device)
 
     def take(self) -> torch.Tensor:

@@ -109,6 +109,7 @@ def _position_hook(names: list[str]) -> Callable[..., Any]:
     def give_positions(
         _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # The arguments after the positional ones are named, or left at their defaults.
         passed = dict(zip(names, args, strict=False)) | kwargs
         mask = passed.get("attention_mask")
         counted_by = ("position_ids", *hf_compat.CACHE_ARGUMENTS)

@@ -92,6 +92,7 @@ class _Upcast(TorchDispatchMode):
         """Run an operator that writes into some of its inputs, in their own dtypes."""
         arguments = func._schema.arguments
         written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+        # The arguments after the positional ones are named, or left at their defaults.
         passed = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
         own = {name: value for name, value in passed.items() if name in written}
         cast = pytree.tree_map(self.cast, passed)

@@ -156,7 +156,9 @@ class RolloutContext:
     """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
     rows: list[LossRow] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    """One for each row, weighted and summed over the reward functions."""
+    """One for each row, weighted and summed over the reward functions; empty: not scored."""
+    all_rewards: list[float] = field(default_factory=list)
+    """Those of the rows of every process, in the order of the processes."""
 
     @property
     def outputs(self) -> list[GenerationOutput]:
@@ -194,8 +196,11 @@ class GenerationBackend(TrainerCallback):
         """Serve a trainer, whose attribute `synced_step` holds the step at which it synced last."""
         self._trainer, self.generator, self.records = trainer, generator, records
         self._synced_step = synced_step
-        folder, rank = generator.config.save_rollouts, trainer.accelerator.process_index
-        self._saver = None if folder is None else RolloutSaver(folder, rank)
+        self._saver: RolloutSaver | None = None
+        folder, accelerator = generator.config.save_rollouts, trainer.accelerator
+        if folder is not None:
+            rank, num_processes = accelerator.process_index, accelerator.num_processes
+            self._saver = RolloutSaver(folder, rank, num_processes)
         self.installed = ExitStack()
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""
@@ -232,6 +237,8 @@ class GenerationBackend(TrainerCallback):
         `collected`: completions that a strategy sampled for it, after a sync of its own.
         """
         self._save_rollout()
+        if self._saver is not None:
+            self._saver.require_own_folder()
         if collected is None:
             self._forget_sync_of_another_model()
         step = self._trainer.state.global_step + (self._mode == "train")
@@ -242,8 +249,11 @@ class GenerationBackend(TrainerCallback):
         """Save the last rollout, which the trainer has scored by now."""
         context = self.context
         if self._saver is not None and context.calls:
-            named = zip(context.rows, context.rewards, strict=False)
-            rewards = {row.name: reward for row, reward in named}
+            rewards = {}
+            # Outputs of a rollout that failed before its rewards, or that nobody scores, have none.
+            if context.rewards:
+                named = zip(context.rows, context.rewards, strict=True)
+                rewards = {row.name: reward for row, reward in named}
             self._saver.save(context.step, context.mode, context.calls, rewards)
             context.calls = []
 
@@ -323,9 +333,10 @@ class GenerationBackend(TrainerCallback):
         inputs: list[Any] = prompts if images is None else _with_images(prompts, images)
         with profiler or nullcontext():
             outputs = self.sample(inputs)
-        for output, pictures in zip(outputs, images or (), strict=False):
-            if pictures:
-                self.context.images[output.request_id] = pictures
+        if images is not None:
+            for output, pictures in zip(outputs, images, strict=True):
+                if pictures:
+                    self.context.images[output.request_id] = pictures
         completions = [output.generated_tokens for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
@@ -395,11 +406,13 @@ class GenerationBackend(TrainerCallback):
     def close(self) -> None:
         if self.records is not None:
             self.records.flush()
-        self._save_rollout()
-        self.cancel_carried()
-        self._trainer.remove_callback(self)
-        self.installed.close()
-        self.generator.close()
+        try:
+            self._save_rollout()
+        finally:
+            self.cancel_carried()
+            self._trainer.remove_callback(self)
+            self.installed.close()
+            self.generator.close()
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Sync again: the step count starts over, or goes on from a checkpoint's.

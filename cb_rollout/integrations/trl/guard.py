@@ -300,7 +300,7 @@ class LogprobGuard:
 
 def _at(values_BT: torch.Tensor, positions: Sequence[list[int]]) -> list[torch.Tensor]:
     """Return the values of each of the first rows at its positions."""
-    rows = zip(values_BT, positions, strict=False)
+    rows = zip(values_BT[: len(positions)], positions, strict=True)
     return [row_T[torch.tensor(at, dtype=torch.int64)] for row_T, at in rows]
 
 

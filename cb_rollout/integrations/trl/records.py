@@ -50,6 +50,7 @@ class TrainerRecords:
         mode: Mode,
         generated: Sequence[LossRow],
         rewards: Sequence[float],
+        all_rewards: Sequence[float],
         images: Mapping[str, Sequence[Any]],
         rows: Sequence[LossRow],
         batch: Mapping[str, Any],
@@ -58,8 +59,10 @@ class TrainerRecords:
 
         Args:
             mode: training or evaluation.
-            generated: the rollout's rows, in the order of the generation.
+            generated: the rollout's rows on this process, in the order of the generation.
             rewards: one for each of them.
+            all_rewards: rewards of the rows of every process, in the order of the processes; a
+                group may be divided over several.
             images: pictures of prompts, by the request's id.
             rows: the rows that are trained on; a trainer class may have chosen other rows.
             batch: the trainer's tensors of `rows`.
@@ -68,15 +71,15 @@ class TrainerRecords:
         if mode == "train":
             self._completion_lengths += [sum(row.is_sampled) for row in generated]
             size = self._trainer.num_generations
-            # Of whole groups: another process may hold the rest of the last.
-            ends = range(size, len(rewards) + 1, size)
-            self._group_rewards += [list(rewards[end - size : end]) for end in ends]
+            starts = range(0, len(all_rewards), size)
+            self._group_rewards += [list(all_rewards[start : start + size]) for start in starts]
         # The trainer counts a step once it is done, and logs its metrics under that number.
         step = self._trainer.state.global_step + (mode == "train")
         tokenizer = self._trainer.processing_class
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
         advantages = _row_advantages(batch["advantages"], mask_BT).tolist()
-        rewards_by_id = {row.id: value for row, value in zip(generated, rewards, strict=False)}
+        scored = zip(generated, rewards, strict=True)
+        rewards_by_id = {row.id: reward for row, reward in scored}
         rewards_by_id.pop(UNKNOWN_ID, None)
         # A row may be there twice.
         numbers = {row.id: n for n, row in reversed([*enumerate(rows)]) if row.id in rewards_by_id}

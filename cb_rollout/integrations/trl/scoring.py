@@ -186,12 +186,18 @@ class TrainerScoring:
         earlier = self._index.with_tokens(row.prompt_ids, row.completion_ids)
         return earlier or replace(row, id=UNKNOWN_ID)
 
-    def calculate_rewards(self, *arguments: Any) -> torch.Tensor:
-        rewards = self._calculate_rewards(*arguments)
+    def calculate_rewards(self, inputs: list[Any], prompts: list[Any], *rest: Any) -> torch.Tensor:
+        """Replace `_calculate_rewards`, which TRL 1.16 has return the rows of all processes."""
+        rewards = self._calculate_rewards(inputs, prompts, *rest)
         weights = self._trainer.reward_weights.to(rewards.device)
-        context = self._backend.context
+        all_rewards = (rewards * weights).nansum(1).tolist()
+        # In the order of the processes, each of which has as many rows.
+        accelerator, context = self._trainer.accelerator, self._backend.context
+        start = accelerator.process_index * len(prompts)
+        # A trainer class may score several generations for one batch.
         num_before = len(context.rows) - len(self._rows)
-        context.rewards[num_before:] = (rewards * weights).nansum(1).tolist()
+        context.rewards[num_before:] = all_rewards[start : start + len(prompts)]
+        context.all_rewards[num_before * accelerator.num_processes :] = all_rewards
         return rewards
 
     def generate_and_score(self, inputs: list[Any]) -> dict[str, Any]:
@@ -235,7 +241,13 @@ class TrainerScoring:
         batch[ROW_IDS] = self._ids_of(rows)
         if self._records is not None:
             self._records.add(
-                context.mode, context.rows, context.rewards, context.images, rows, batch
+                mode=context.mode,
+                generated=context.rows,
+                rewards=context.rewards,
+                all_rewards=context.all_rewards,
+                images=context.images,
+                rows=rows,
+                batch=batch,
             )
         return batch
 

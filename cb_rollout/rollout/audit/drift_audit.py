@@ -1,6 +1,6 @@
 """Audit sequences of a training that goes on.
 
-Owns what an audit may cost it, and the file with the last one beside the run's records. No
+Owns what an audit may cost it; its text is added to the run's records. No
 exception of an audit leaves it. Called by the thread that trains.
 """
 
@@ -14,8 +14,7 @@ import torch
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.engine.memory.device import memory
-from cb_rollout.metrics.jsonl import write_whole
-from cb_rollout.metrics.run_records import AUDIT_FILE, RUN_DIR_NAME
+from cb_rollout.metrics.run_records import RUN_DIR_NAME, record_audit
 from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.types import GenerationOutput
@@ -50,12 +49,10 @@ def audit_drift(
             with trainer.accelerator.autocast():
                 report = audit(outputs[:MAX_SEQUENCES], model, **arguments)
             # The trainer counts a step once it is done.
-            text = f"Step {trainer.state.global_step + 1:,}. {report}\n"
+            text = f"Step {trainer.state.global_step + 1:,}. {report}"
             _LOGGER.info("%s", text)
             if trainer.accelerator.is_main_process:
-                folder = Path(trainer.args.output_dir) / RUN_DIR_NAME
-                folder.mkdir(parents=True, exist_ok=True)
-                write_whole(folder / AUDIT_FILE, text.encode())
+                record_audit(Path(trainer.args.output_dir) / RUN_DIR_NAME, text)
     except Exception:
         # The run must not end by what explains its numbers.
         _LOGGER.info("the drift could not be audited, or not recorded", exc_info=True)

@@ -81,6 +81,7 @@ def hypotheses(
 def _stale_prompts(forwards: Forwards, name: str, weights: Weights) -> Iterator[Hypothesis]:
     # The last token of a prompt is always computed: its logits are needed.
     lengths = [len(row.prompt_ids) - 1 for row in forwards.rows]
+    # Prompts have lengths of their own; the shortest bounds what all of them begin with.
     columns = zip(*(row.prompt_ids for row in forwards.rows), strict=False)
     shared = len(list(takewhile(lambda ids: len({*ids}) == 1, columns)))
     tried = {f"first {shared} tokens": tuple(min(shared, n) for n in lengths)}

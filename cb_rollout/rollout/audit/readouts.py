@@ -110,6 +110,7 @@ class Readouts:
 
         `logits` and `rows` None: the trainer's own.
         """
+        # The logits, or the rows, may be of the first rows alone.
         each = zip(logits or self.logits, rows or self.rows, self.temperatures, strict=False)
         predictions = []
         for own_TV, row, temperature in each:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.tools.cli.command import EXIT_PARTLY, Answer, add_json
+from cb_rollout.tools.cli.command import EXIT_PARTLY, Answer, add_json, real_number, whole_number
 
 TRUNCATION = ("top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -26,13 +26,15 @@ def add_audit(commands: Any) -> None:
     text = "a checkpoint whose tokenizer the engine may have had; may be repeated"
     parser.add_argument("--tokenizer", action="append", default=[], help=text)
     parser.add_argument("--run", dest="run_id", metavar="ID", help="a run of RECORDS (the last)")
-    parser.add_argument("--step", type=int, help="a step of that run (the last recorded)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
+    parser.add_argument("--step", type=whole_number, help="a step of that run (the last recorded)")
+    parser.add_argument("--temperature", type=real_number, default=1.0, help="of the samples (1)")
     for name in TRUNCATION:
-        kind = int if name == "top_k" else float
+        kind = whole_number if name == "top_k" else real_number
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="of the samples")
     parser.add_argument("--logprobs-mode", default="policy", help="policy (default) or processed")
-    parser.add_argument("--num-sequences", type=int, default=16, help="most that are scored (16)")
+    parser.add_argument(
+        "--num-sequences", type=whole_number, default=16, help="most that are scored (16)"
+    )
     parser.add_argument("--dtype", default="auto", help="the trainer's (auto: the checkpoint's)")
     parser.add_argument("--device", default="auto", help="auto: a GPU where there is one")
     add_json(parser)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.command import add_json, write_json
+from cb_rollout.tools.cli.command import add_json, whole_number, write_json
 
 DESCRIPTION = """\
 Time a rollout of groups with long-tailed lengths by cb_rollout, by transformers' continuous
@@ -23,9 +23,9 @@ def add_bench(commands: Any) -> None:
     text = "a checkpoint's directory or hub name (random weights, small on a CPU, 0.6b on a GPU)"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
     text = "turns of each contender (3)"
-    parser.add_argument("--repetitions", type=int, metavar="N", default=3, help=text)
+    parser.add_argument("--repetitions", type=whole_number, metavar="N", default=3, help=text)
     text = "sequences of a batch of model.generate (64)"
-    parser.add_argument("--batch-size", type=int, metavar="N", default=64, help=text)
+    parser.add_argument("--batch-size", type=whole_number, metavar="N", default=64, help=text)
     text = "auto: a GPU where there is one"
     parser.add_argument("--device", default="auto", help=text)
     add_json(parser)

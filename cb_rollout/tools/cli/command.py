@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from cb_rollout.config import checks
 from cb_rollout.config.rollout import SYNONYMS
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.metrics.run_records import json_value
@@ -27,6 +28,26 @@ SETTING = re.compile(r"(?<![\w.'/-])([a-z]\w*)(?![\w/])(?:(=)('[^'\s]+'|True\b)?
 
 # The code that a shell reports for a process ended by Ctrl-C.
 EXIT_INTERRUPTED = 130
+
+
+def whole_number(text: str) -> int:
+    """Read an option's whole number, or say why it is none."""
+    try:
+        return checks.whole_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def real_number(text: str) -> float:
+    """Read an option's finite number, or say why it is none."""
+    try:
+        return checks.real_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+# Of options that are fields of a dataclass, by the field's type.
+READERS: dict[Any, Callable[[str], Any]] = {int: whole_number, float: real_number}
 
 
 class Answer(NamedTuple):
@@ -104,7 +125,9 @@ def add_fields(
         kind = next((k for k in get_args(kind) if k is not type(None)), kind)
         note = "" if field.default is None or kind is bool else f" ({field.default})"
         text = field.metadata["help"] + (notes or {}).get(field.name, note)
-        action: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind}
+        action: dict[str, Any] = {"type": READERS.get(kind, kind)}
+        if kind is bool:
+            action = {"action": "store_true"}
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             default=argparse.SUPPRESS if names is None else field.default,

@@ -15,7 +15,12 @@ from typing import Any
 import cb_rollout
 from cb_rollout.config.enums import Numerics
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.command import EXIT_FAULT, require_packages, require_writable
+from cb_rollout.tools.cli.command import (
+    EXIT_FAULT,
+    require_packages,
+    require_writable,
+    whole_number,
+)
 
 # Relative to the package in a wheel, to its parent folder in a checkout.
 RECIPE = Path("recipes", "arithmetic_cpu.py")
@@ -47,7 +52,7 @@ def add_demo(commands: Any) -> None:
     )
     for name, (text, *_) in NUMBERS.items():
         flags = [f"--{name.replace('_', '-')}", *(["--steps"] if name == "max_steps" else ())]
-        parser.add_argument(*flags, type=int, metavar="N", help=text)
+        parser.add_argument(*flags, type=whole_number, metavar="N", help=text)
     text = "bitwise: sampled log-probabilities are the trainer's in every bit (fast)"
     parser.add_argument("--numerics", choices=[each.value for each in Numerics], help=text)
     text = "of metrics, records and the report, made if missing (runs/arithmetic)"

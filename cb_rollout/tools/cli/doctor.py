@@ -7,7 +7,14 @@ from itertools import chain
 from typing import Any
 
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.tools.cli.command import EXIT_PARTLY, add_fields, add_json, write_json
+from cb_rollout.tools.cli.command import (
+    EXIT_PARTLY,
+    add_fields,
+    add_json,
+    real_number,
+    whole_number,
+    write_json,
+)
 from cb_rollout.tools.dataset.options import DatasetOptions
 
 VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")
@@ -27,11 +34,11 @@ def add_doctor(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same")
     text = "plan a GRPO step on a GPU of so much memory"
-    parser.add_argument("--gpu-gib", type=float, metavar="N", help=text)
+    parser.add_argument("--gpu-gib", type=real_number, metavar="N", help=text)
     text = "of the adapters that it trains; 0: it trains all weights (0)"
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help=text)
+    parser.add_argument("--lora", type=whole_number, default=0, metavar="RANK", help=text)
     text = "of its micro-batch, each prompt once (17184: 4 prompts of 200, 32 answers of 512)"
-    parser.add_argument("--loss-tokens", type=int, default=17_184, metavar="N", help=text)
+    parser.add_argument("--loss-tokens", type=whole_number, default=17_184, metavar="N", help=text)
     add_fields(parser, DatasetOptions, names=("max_memory_percent", "dtype", "device"))
     add_json(parser)
     parser.set_run(lambda arguments: _run(arguments, parser.in_options))

@@ -35,6 +35,8 @@ def add_generate(commands: Any) -> None:
     parser.add_argument("--evaluate", metavar="MODULE:FUNCTION", help=text)
     text = "Start over, whatever the output holds."
     parser.add_argument("--overwrite", action="store_true", help=text)
+    text = "Score what the output holds again, by the function as it is now."
+    parser.add_argument("--rescore", action="store_true", help=text)
     text = "Write no progress to stderr."
     parser.add_argument("--no-progress-bar", dest="progress_bar", action="store_false", help=text)
     add_json(parser)

@@ -7,7 +7,7 @@ from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import list_runs
-from cb_rollout.tools.cli.command import Answer, add_json
+from cb_rollout.tools.cli.command import Answer, add_json, whole_number
 from cb_rollout.tools.report import write_comparison, write_report, write_trace
 from cb_rollout.tools.report.live import LiveReport
 
@@ -67,9 +67,9 @@ def add_watch(commands: Any) -> None:
         "records change, until Ctrl-C. RUN_DIR may be empty yet.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help=RUN_DIR_HELP)
-    parser.add_argument("--port", type=int, default=8008, help="0: any free one (8008)")
+    parser.add_argument("--port", type=whole_number, default=8008, help="0: any free one (8008)")
     text = "between two loads of the page (10)"
-    parser.add_argument("--seconds", type=int, default=10, help=text)
+    parser.add_argument("--seconds", type=whole_number, default=10, help=text)
     parser.set_run(_run_watch)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.server.options import ServerOptions
-from cb_rollout.tools.cli.command import add_fields
+from cb_rollout.tools.cli.command import add_fields, whole_number
 from cb_rollout.tools.dataset.options import DatasetOptions
 
 DESCRIPTION = """\
@@ -36,8 +36,10 @@ def add_serve(commands: Any) -> None:
     }
     add_fields(parser, ServerOptions, notes)
     text = "Most sequences that may wait; one more is answered 429. 0: unlimited. (1024)"
-    parser.add_argument("--max-queue-size", type=int, default=1024, help=text)
-    parser.add_argument("--seed", type=int, help="Of requests that name none (fresh draws).")
+    parser.add_argument("--max-queue-size", type=whole_number, default=1024, help=text)
+    parser.add_argument(
+        "--seed", type=whole_number, help="Of requests that name none (fresh draws)."
+    )
     names = ("max_num_seqs", "max_memory_percent", "dtype", "device")
     add_fields(parser, DatasetOptions, names=names)
     parser.set_run(_run)

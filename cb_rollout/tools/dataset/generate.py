@@ -26,10 +26,19 @@ from cb_rollout.engine.service.output_queue import OutputQueue
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 from cb_rollout.rollout.prompts import Encoded
+from cb_rollout.tools.dataset import identity
 from cb_rollout.tools.dataset import scores as scoring
 from cb_rollout.tools.dataset.options import DatasetOptions
 from cb_rollout.tools.dataset.results import ResultFile
-from cb_rollout.tools.dataset.rows import Row, Source, create_source, encoded_prompt, rows, survey
+from cb_rollout.tools.dataset.rows import (
+    Row,
+    Source,
+    Survey,
+    create_source,
+    encoded_prompt,
+    rows,
+    survey,
+)
 from cb_rollout.types import GenerationOutput
 
 # A full batch runs and another waits, so that a completed sequence is replaced at once.
@@ -90,6 +99,7 @@ def generate_dataset(
     tokenizer: Any = None,
     evaluate: str | scoring.Scorer | None = None,
     overwrite: bool = False,
+    rescore: bool = False,
     progress_bar: bool = True,
     **options: Any,
 ) -> DatasetReport:
@@ -110,6 +120,7 @@ def generate_dataset(
         evaluate: function that scores a result, given its line as a dict, or its
             `module:function`.
         overwrite: discard the results in `output`.
+        rescore: score what `output` holds again, by `evaluate` as it is now.
         progress_bar: show sequences done, tokens per second and time left on stderr.
         **options: the fields of `DatasetOptions`.
 
@@ -124,8 +135,12 @@ def generate_dataset(
     """
     chosen = DatasetOptions(**options)
     _check_paths(dataset, output)
+    if rescore and evaluate is None:
+        raise ConfigurationError("rescore=True scores by a function; give one as evaluate.")
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
-    num_rows, digest = survey(source)
+    folder = Path(dataset).parent if Path(dataset).is_file() else Path()
+    surveyed = survey(source, folder)
+    num_rows = surveyed.num_rows
     scorer = scoring.load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
         if isinstance(model, torch.nn.Module):
@@ -133,20 +148,14 @@ def generate_dataset(
         tokenizer = load_tokenizer(os.fspath(model))
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
-    settings = {
-        "input": digest,
-        "model": _digest_of_weights(hf_compat.unwrap(model)),
-        "chat_template": getattr(tokenizer, "chat_template", None),
-        **chosen.shaping_results(),
-        "evaluate": scorer and scoring.name_of(scorer),
-    }
-    with ResultFile(output, settings, overwrite=overwrite) as results:
+    settings = _settings(hf_compat.unwrap(model), tokenizer, scorer, chosen, surveyed)
+    scored = partial(_rescored, scorer) if rescore and scorer else None
+    with ResultFile(output, settings, overwrite=overwrite, scored=scored) as results:
         num_resumed, num_tokens, started = results.num_done, 0, time.perf_counter()
         numbers = range(chosen.num_return_sequences)
         num_wanted = num_rows * len(numbers)
         if num_resumed < num_wanted:
             manager, params = _create_manager(model, tokenizer, chosen)
-            folder = Path(dataset).parent if Path(dataset).is_file() else Path()
             encode = partial(encoded_prompt, tokenizer, chosen, folder)
             completed = completions(manager, params, encode, _lacking(source, numbers, results))
             result_of = partial(_result, tokenizer, scorer)
@@ -163,6 +172,28 @@ def generate_dataset(
             seconds=time.perf_counter() - started,
             scores=scoring.summaries(results) if scorer else [],
         )
+
+
+def _settings(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    scorer: scoring.Scorer | None,
+    options: DatasetOptions,
+    surveyed: Survey,
+) -> dict[str, Any]:
+    """Return all that decides the results, by name."""
+    return {
+        "input": surveyed.digest,
+        "pictures": surveyed.pictures,
+        "model": identity.digest_of_weights(model),
+        **identity.model_settings(model),
+        "tokenizer": identity.tokenizer_settings(tokenizer),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+        **options.shaping_results(),
+        "sampling_params": identity.sampling_settings(model, options),
+        "evaluate": scorer and scoring.name_of(scorer),
+        "evaluate_code": scorer and identity.digest_of_scorer(scorer),
+    }
 
 
 def _lacking(
@@ -319,6 +350,14 @@ def _result(
     return result
 
 
+def _rescored(scorer: scoring.Scorer, result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of the file with its scores by a function, which sees none of before."""
+    unscored = {name: value for name, value in result.items() if name != "scores"}
+    if "error" in result:
+        return unscored
+    return {**unscored, "scores": scoring.scores_of(scorer, unscored, "a finished result")}
+
+
 def _check_paths(dataset: Any, output: str | os.PathLike[str]) -> None:
     if not isinstance(dataset, str | os.PathLike):
         raise ConfigurationError(
@@ -332,12 +371,3 @@ def _check_paths(dataset: Any, output: str | os.PathLike[str]) -> None:
         why = f"{folder} is not a directory; make it, or name another output"
     if why:
         raise ConfigurationError(f"{output} cannot be written: {why}.")
-
-
-def _digest_of_weights(model: PreTrainedModel) -> str:
-    """Hash each parameter's name, shape, dtype and bytes."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        digest.update(parameter.detach().flatten().cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

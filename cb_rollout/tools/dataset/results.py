@@ -8,17 +8,20 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from cb_rollout.errors import ConfigurationError
+from cb_rollout.errors import ConfigurationError, abbreviated
 from cb_rollout.metrics import jsonl
-from cb_rollout.tools.dataset.rows import RowId
+from cb_rollout.tools.dataset.rows import UNREADABLE, RowId
 
 SETTINGS_SUFFIX = ".settings.json"
+
+# Settings that decide scores alone: the function's name, and its code.
+SCORE_SETTINGS = ("evaluate", "evaluate_code")
 
 # A killed process loses no written line; a power failure loses at most this much.
 SYNC_SECONDS = 1.0
@@ -27,15 +30,30 @@ SYNC_SECONDS = 1.0
 class ResultFile(AbstractContextManager["ResultFile"]):
     """A file of results, resumed after its last whole line, and the index of its sequences.
 
-    `overwrite` discards the results. Raises `ConfigurationError` for a file that was started under
-    other settings, does not hold results, cannot be written, or that another process writes.
+    Raises `ConfigurationError` for a file that was started under other settings, does not hold
+    results, cannot be written, or that another process writes.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        scored: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
+        """Open a file, or begin one.
+
+        Args:
+            path: JSONL file; its settings are in a file beside it.
+            settings: what the results depend on, as JSON holds it.
+            overwrite: discard the results.
+            scored: returns a result with new scores, for all results of the file; the settings of
+                scores may differ then. None: the scores stay.
+        """
         self.path, self._settings_path = Path(path), Path(f"{path}{SETTINGS_SUFFIX}")
         self._settings = json.loads(json.dumps(settings))
+        self._scored = scored
         self.num_done = self.num_failed = 0
         self.first_error: str | None = None
         self._samples: dict[RowId, int] = {}
@@ -52,14 +70,23 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         if overwrite:
             self._file.truncate(0)
         if not self._file.seek(0, os.SEEK_END):
-            settings = json.dumps(self._settings, indent=1).encode()
-            jsonl.write_whole(self._settings_path, settings, survives_power_failure=True)
+            self._write_settings()
             return
         self._require_same_settings()
+        if self._scored is not None:
+            lines = b"".join(jsonl.json_line(self._scored(result)) for result in self)
+            self._file.close()
+            jsonl.write_whole(self.path, lines, survives_power_failure=True)
+            self._file = self._opened()
+        self._write_settings()
         for result in self:
             self._index(result)
         jsonl.remove_half_line(self.path)
         self._sync()
+
+    def _write_settings(self) -> None:
+        settings = json.dumps(self._settings, indent=1).encode()
+        jsonl.write_whole(self._settings_path, settings, survives_power_failure=True)
 
     def has(self, row_id: RowId, sample: int) -> bool:
         return bool(self._samples.get(row_id, 0) >> sample & 1)
@@ -125,14 +152,14 @@ class ResultFile(AbstractContextManager["ResultFile"]):
                 f"{self.path} is there but {self._settings_path.name}, which says what it was made "
                 f"with, cannot be read; {advice}."
             ) from error
-        changed = [
-            f"{name} was {started_with.get(name)!r:.60} and is {self._settings.get(name)!r:.60}"
-            for name in dict.fromkeys([*started_with, *self._settings])
-            if started_with.get(name) != self._settings.get(name)
-        ]
-        if changed:
-            why = f"was started with other settings: {'; '.join(changed)}"
-            raise ConfigurationError(f"{self.path} {why}. Resume with the same, {advice}.")
+        kept = {name for name in SCORE_SETTINGS if self._scored is not None}
+        changed = list(_differences("", started_with, self._settings, kept))
+        if not changed:
+            return
+        if all(text.startswith(SCORE_SETTINGS) for text in changed):
+            advice = f"set rescore=True to score all results again, {advice}"
+        why = f"was started with other settings: {abbreviated(changed, '; ')}"
+        raise ConfigurationError(f"{self.path} {why}. Resume with the same, {advice}.")
 
     def _index(self, result: Mapping[str, Any]) -> None:
         row_id, sample = result["id"], result["sample"]
@@ -144,6 +171,21 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         if "error" in result:
             self.num_failed += 1
             self.first_error = self.first_error or str(result["error"])
+
+
+def _differences(
+    prefix: str, before: Mapping[str, Any], now: Mapping[str, Any], left_out: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a text for each setting that differs, those inside of settings by their paths."""
+    for name in dict.fromkeys([*before, *now]):
+        old, new = before.get(name), now.get(name)
+        # A row without its picture was an error; the picture may come later.
+        if old in (new, UNREADABLE) or name in left_out:
+            continue
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differences(f"{prefix}{name}.", old, new)
+        else:
+            yield f"{prefix}{name} was {old!r:.60} and is {new!r:.60}"
 
 
 def _checked(result: dict[str, Any]) -> dict[str, Any]:

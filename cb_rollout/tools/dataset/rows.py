@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cb_rollout.engine.images.processor import image_parts, is_chat, picture_of
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
@@ -24,6 +24,9 @@ PARQUET_BATCH_ROWS = 256
 
 # Beginnings of a picture's name that is no path.
 URLS = ("data:", "http:", "https:")
+
+# In place of the digest of a picture that cannot be read; its row becomes an error.
+UNREADABLE = "unreadable"
 
 # Keys that a result adds to its row.
 RESULT_KEYS = (
@@ -81,9 +84,17 @@ def _parquet_source(path: Path) -> Source:
         raise ConfigurationError(f"{path} is not a Parquet file ({error}).") from error
 
     def rows() -> Iterator[tuple[str, Any]]:
-        batches = file.iter_batches(batch_size=PARQUET_BATCH_ROWS)
-        values = (value for batch in batches for value in batch.to_pylist())
-        return ((f"{path} row {number}", value) for number, value in enumerate(values))
+        number = 0
+        try:
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+                for value in batch.to_pylist():
+                    yield f"{path} row {number}", value
+                    number += 1
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigurationError(
+                f"{path} cannot be read after row {number} ({error_text(error)}); it is damaged, "
+                "or cut off: write it again."
+            ) from error
 
     return rows
 
@@ -118,12 +129,24 @@ class Row:
     """The row as it was read."""
 
 
-def survey(source: Source) -> tuple[int, str]:
-    """Check every row; return their number, and a digest of them in their order.
+class Survey(NamedTuple):
+    """Summary of an input, all rows together."""
 
-    Pictures are known by their names. `InvalidRequestError` names the first row at fault.
+    num_rows: int
+    digest: str
+    """Of the rows in their order, which name their pictures."""
+    pictures: dict[str, str]
+    """Digest of each picture's file, by the name that rows give it; or `UNREADABLE`."""
+
+
+def survey(source: Source, folder: Path = Path()) -> Survey:
+    """Check every row; read every picture, whose path is relative to `folder`.
+
+    Raises:
+        InvalidRequestError: a row cannot be used; the message names the first one.
     """
     digest = hashlib.sha256()
+    pictures: dict[str, str] = {}
     labels: dict[RowId, str] = {}
     for number, (label, value) in enumerate(source()):
         if problem := _problem_of(value):
@@ -132,9 +155,21 @@ def survey(source: Source) -> tuple[int, str]:
         if (other := labels.setdefault(row.id, label)) != label:
             raise InvalidRequestError(f"{label} has the id {row.id!r} of {other}; rename one.")
         digest.update(json.dumps([row.id, row.values]).encode())
+        for name in _picture_names(row):
+            # A data URL stands in the row, and other URLs are never fetched.
+            if not name.startswith(URLS) and name not in pictures:
+                pictures[name] = _digest_of_file(folder / name)
     if not labels:
         raise InvalidRequestError("the input has no rows.")
-    return len(labels), digest.hexdigest()
+    return Survey(len(labels), digest.hexdigest(), pictures)
+
+
+def _digest_of_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, ValueError):
+        return UNREADABLE
 
 
 def rows(source: Source) -> Iterator[Row]:
@@ -192,6 +227,11 @@ def _problem_of_prompt(name: str, prompt: Any) -> str | None:
     return None
 
 
+def _picture_names(row: Row) -> list[str]:
+    """Return the names of a row's pictures: those of its chat, or the row's in their place."""
+    return list(row.values.get("images") or _image_names(row.values))
+
+
 def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
     yield from row.get("images") or ()
@@ -206,9 +246,7 @@ def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: R
     """
     prompt: Any = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
     system_prompt = options.system_prompt
-    # The pictures of a chat are its own, or the row's in their place.
-    names = row.values.get("images") or _image_names(row.values)
-    images = [x if x.startswith(URLS) else str(folder / x) for x in names]
+    images = [x if x.startswith(URLS) else str(folder / x) for x in _picture_names(row)]
     if options.chat and isinstance(prompt, str):
         text = {"type": "text", "text": prompt}
         content = [*({"type": "image"} for _ in images), text] if images else prompt

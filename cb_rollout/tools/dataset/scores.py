@@ -70,7 +70,7 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
     try:
         returned = scorer(dict(result))
     except Exception as error:
-        advice = "mend it and run the same again, what is scored stays"
+        advice = "mend it and run the same again with rescore=True: all results are scored again"
         raise ConfigurationError(f"{where} raised {error_text(error)}; {advice}.") from error
     named = dict(returned) if isinstance(returned, Mapping) else {UNNAMED_SCORE: returned}
     scores: dict[str, float] = {}

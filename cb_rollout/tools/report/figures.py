@@ -191,6 +191,7 @@ def _figure(panel: Panel, runs: Mapping[str, Metrics]) -> str:
     if not drawn:
         return ""
     spans = [panel.spread(metrics) if panel.spread else [] for metrics in runs.values()]
+    # There are styles for two runs; one run has a single band.
     bands = [(style, smoothed(x)) for style, x in zip(STYLES, spans, strict=False) if x]
     # A second curve of one run is as it was recorded: its largest values matter.
     curves = [

@@ -8,6 +8,7 @@ from threading import Lock
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.run_records import find_run_dir
+from cb_rollout.server.options import is_loopback_authority
 from cb_rollout.tools.report.page import PAGES_DIR, html_page, write_report
 from cb_rollout.tools.report.tokens import visible_html
 
@@ -58,7 +59,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the report, or a page of sequences."""
         # A page of another site may name this address by a host of its own.
-        if self.headers.get("Host", "").rpartition(":")[0] not in (LOOPBACK, "localhost"):
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not is_loopback_authority(hosts[0].strip(" \t")):
             return self.send_error(HTTPStatus.FORBIDDEN, "open the address that was printed")
         assert isinstance(self.server, LiveReport)
         folder, _, name = self.path.lstrip("/").rpartition("/")

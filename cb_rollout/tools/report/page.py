@@ -19,7 +19,6 @@ from cb_rollout import __version__
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.metrics.jsonl import write_whole
 from cb_rollout.metrics.run_records import (
-    AUDIT_FILE,
     METRICS_FILE,
     ROLLOUTS_FILE,
     RUN_DIR_NAME,
@@ -30,6 +29,7 @@ from cb_rollout.metrics.run_records import (
     iterate_rollouts,
     list_runs,
     read_image,
+    read_last_audit,
     read_metrics,
 )
 from cb_rollout.tools.report import figures
@@ -82,7 +82,7 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
 <h1>{visible_html(name)}</h1>
 <dl class="figures">{numbers}</dl>
 </header>
-{_advice(metrics, folder / AUDIT_FILE)}{charts}
+{_advice(metrics, read_last_audit(folder))}{charts}
 {_completions(counts, shown, folder)}
 <footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
 {sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
@@ -91,11 +91,10 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         return folder / REPORT_FILE
 
 
-def _advice(metrics: Metrics, audit: Path) -> str:
+def _advice(metrics: Metrics, audit: str | None) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in figures.advice(metrics))
-    if audit.is_file():
-        text = visible_html(audit.read_text(encoding="utf-8"))
-        items += f'<li>The last audit:<pre class="prompt">{text}</pre></li>'
+    if audit is not None:
+        items += f'<li>The last audit:<pre class="prompt">{visible_html(audit)}</pre></li>'
     return f'<section class="advice"><h2>Look at</h2><ul>{items}</ul></section>\n' if items else ""
 
 

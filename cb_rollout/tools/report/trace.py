@@ -52,6 +52,7 @@ def trace_events(
         named = {"cat": "sequence", "id": request_id}
         began, *ends = [x for x in times if x is not None]
         yield event("sequence", 3, "b", began, **named)
+        # A sequence that ended early has fewer parts.
         for name, ended in zip(("queue", "prefill", "decode"), ends, strict=False):
             yield event(name, 3, "b", began, **named)
             yield event(name, 3, "e", ended, **named)
