@@ -6,6 +6,8 @@ from statistics import fmean
 import pytest
 from processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 WAYS = ("divided", "rloo", "dynamic", "eval")
 
 
@@ -36,13 +38,11 @@ def test_each_process_saves_the_rewards_of_its_own_rows(tmp_path):
     assert [fmean(chain.from_iterable(step)) for step in groups] == pytest.approx(means)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_rewards_are_of_the_rows_however_they_were_sampled(ranks, way):
     assert_rewards_are_of_the_rows(ranks, way)
 
 
-@pytest.mark.slow
 def test_a_group_that_is_divided_over_processes_is_recorded_whole(ranks):
     groups, means = ranks[0]["divided"]["groups"], ranks[0]["divided"]["means"]
     assert [[len(group) for group in step] for step in groups] == [[4], [4]]
