@@ -31,7 +31,7 @@ from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import MemoryModel, create_memory_plan
 from cb_rollout.engine.memory.training import OptimizerOrName, TrainingMemory
-from cb_rollout.engine.model.check import attempt, check_model, check_trained_model
+from cb_rollout.engine.model.check import attempt, check_model
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.model.runner import (
@@ -40,6 +40,7 @@ from cb_rollout.engine.model.runner import (
     prompt_logprobs,
     recomputed_logprobs,
 )
+from cb_rollout.engine.model.trained_check import check_trained_model
 from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.fsdp import is_sharded
-from cb_rollout.compat.module_state import is_adapter
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -26,7 +24,6 @@ from cb_rollout.engine.numerics.agreement import (
     Agreement,
     Reference,
     agrees,
-    is_measurable,
     references,
     rounding_noise,
 )
@@ -93,81 +90,6 @@ def check_model(runner: ModelRunner) -> CacheLayout:
                 return layout
         refusal = _refusal(runner, rows, found)
     raise ConfigurationError(refusal) from failure
-
-
-def check_trained_model(runner: ModelRunner, trained: torch.nn.Module) -> None:
-    """Refuse a training model whose own forward is not that of the module which generates.
-
-    The module that generates is the innermost one, or a copy of it. A wrapper may compute something
-    itself, and a copy has what the model's config says. Models that are sharded, that compute in
-    another dtype than their copy, or whose adapters are merged in 16 bits, are left to
-    `RolloutGenerator.verify`: there rounding hides a difference.
-
-    Args:
-        runner: runs the module that generates, checked by `check_model`.
-        trained: the training model, as its trainer calls it, maybe wrapped.
-
-    Raises:
-        ConfigurationError: the two forwards differ by more than rounding, or the model's own fails.
-    """
-    outermost, inner = hf_compat.trained_forward(trained), hf_compat.unwrap(trained)
-    if outermost is runner.model or is_sharded(trained) or runner.is_split:
-        return
-    first, copied = next(inner.parameters()), next(runner.model.parameters())
-    if (first.dtype, first.device) != (copied.dtype, copied.device):
-        return
-    is_copy = inner is not runner.model
-    if is_copy and runner.computes_coarsely and any(map(is_adapter, inner.modules())):
-        return
-    rows = text_rows(runner)[:2]
-    if invocation := hf_compat.invocation_token_ids(trained):
-        rows.append([*rows[0][:2], *invocation, *rows[0][2:]])
-
-    def logprobs(model: torch.nn.Module | None = None) -> list[torch.Tensor]:
-        return [runner.plain_logits(row, model).log_softmax(-1) for row in rows]
-
-    with eval_mode(trained), eval_mode(runner.model):
-        expected = references(
-            logprobs,
-            runner.rounding_dtype,
-            runner.computing_in,
-            is_coarse=runner.computes_coarsely,
-            is_measured=not is_copy and is_measurable(inner, sum(map(len, rows))),
-        )
-        if any(logprobs_TV.isnan().any() for logprobs_TV in expected[-1].values):
-            return
-        # The weights of a copy were rounded, so that a higher precision shows another model.
-        for reference in expected[-1:] if is_copy else expected:
-            found, failure = attempt(
-                partial(reference.compare, partial(logprobs, outermost), runner.computing_in)
-            )
-            if found is None or not found:
-                raise ConfigurationError(
-                    _other_forward(outermost, inner, found, failure)
-                ) from failure
-
-
-def _other_forward(
-    outermost: torch.nn.Module,
-    inner: torch.nn.Module,
-    found: Agreement | None,
-    failure: Exception | None,
-) -> str:
-    """Return the text of the error for a training model that computes something else."""
-    difference = f"fails ({error_text(failure)})"
-    if found is not None:
-        difference = f"differs by {found}"
-    if outermost is inner:
-        return (
-            f"the copy of the weights computes other log-probabilities than the training "
-            f"{type(inner).__name__}, whose forward {difference}; use weight_sync='shared'."
-        )
-    return (
-        f"rollouts run the {type(inner).__name__} inside the {type(outermost).__name__} that "
-        f"trains, whose own forward {difference}: the wrapper computes something itself, as PEFT's "
-        "does for aLoRA and X-LoRA. Use an adapter that lives inside the model's layers, or "
-        "model.generate."
-    )
 
 
 def _references(

@@ -1,0 +1,102 @@
+"""Check that the object which the user trains computes what the module computes that generates.
+
+That module is the innermost one, or a copy of it. A wrapper may compute something itself, and a
+copy has what the model's config says. Changes nothing. Called when an engine is made or follows
+another model.
+"""
+
+from functools import partial
+
+import torch
+
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.fsdp import is_sharded
+from cb_rollout.compat.module_state import is_adapter
+from cb_rollout.engine.model.check import attempt, text_rows
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.numerics.agreement import is_measurable, references
+from cb_rollout.errors import ConfigurationError, error_text
+
+# Short rows of text that are compared.
+NUM_ROWS = 2
+
+
+def check_trained_model(runner: ModelRunner, trained: torch.nn.Module) -> None:
+    """Refuse a training model whose own forward is not that of the module which generates.
+
+    Models that are sharded, that compute in another dtype than their copy, or whose adapters are
+    merged in 16 bits, are left to `RolloutGenerator.verify`: a forward would need other processes,
+    or rounding would hide a difference.
+
+    Args:
+        runner: runs the module that generates, checked by `check_model`.
+        trained: the training model, as its trainer calls it, maybe wrapped.
+
+    Raises:
+        ConfigurationError: the two forwards differ by more than rounding, or the model's own fails.
+    """
+    outermost = hf_compat.trained_forward(trained)
+    if outermost is runner.model or not _are_comparable(runner, trained):
+        return
+    rows = text_rows(runner)[:NUM_ROWS]
+    if invocation := hf_compat.invocation_token_ids(trained):
+        rows.append([*rows[0][:2], *invocation, *rows[0][2:]])
+
+    def logprobs(model: torch.nn.Module | None = None) -> list[torch.Tensor]:
+        return [runner.plain_logits(row, model).log_softmax(-1) for row in rows]
+
+    with eval_mode(trained), eval_mode(runner.model):
+        own = logprobs()
+        if any(logprobs_TV.isnan().any() for logprobs_TV in own):
+            # Diverged weights show nothing.
+            return
+        through_wrappers, failure = attempt(lambda: logprobs(outermost))
+        if through_wrappers is None:
+            difference = f"fails ({error_text(failure)})"
+            raise ConfigurationError(_refusal(trained, difference)) from failure
+        if all(map(torch.equal, own, through_wrappers)):
+            # So it is as a rule, and the rounding need not be measured.
+            return
+        is_copy = hf_compat.unwrap(trained) is not runner.model
+        num_tokens = sum(map(len, rows))
+        expected = references(
+            logprobs,
+            runner.rounding_dtype,
+            runner.computing_in,
+            is_coarse=runner.computes_coarsely,
+            is_measured=not is_copy and is_measurable(runner.model, num_tokens),
+        )
+        # The weights of a copy were rounded, so that a higher precision shows another model.
+        for reference in expected[-1:] if is_copy else expected:
+            agreement = reference.compare(partial(logprobs, outermost), runner.computing_in)
+            if not agreement:
+                raise ConfigurationError(_refusal(trained, f"differs by {agreement}"))
+
+
+def _are_comparable(runner: ModelRunner, trained: torch.nn.Module) -> bool:
+    """Return whether both forwards can run here, and differ by no more than rounding if equal."""
+    if is_sharded(trained) or runner.is_split:
+        return False
+    inner = hf_compat.unwrap(trained)
+    first, copied = next(inner.parameters()), next(runner.model.parameters())
+    if first.dtype != copied.dtype or first.device != copied.device:
+        return False
+    is_merged = inner is not runner.model and any(map(is_adapter, inner.modules()))
+    return not (is_merged and runner.computes_coarsely)
+
+
+def _refusal(trained: torch.nn.Module, difference: str) -> str:
+    """Return the text of the error; `difference` says what the trained model's forward does."""
+    outermost, inner = hf_compat.trained_forward(trained), hf_compat.unwrap(trained)
+    if outermost is inner:
+        return (
+            "the copy of the weights computes other log-probabilities than the training "
+            f"{type(inner).__name__}, whose forward {difference}; use weight_sync='shared'."
+        )
+    return (
+        f"rollouts run the {type(inner).__name__} inside the {type(outermost).__name__} that "
+        f"trains, whose own forward {difference}: the wrapper computes something itself, as PEFT's "
+        "does for aLoRA and X-LoRA. Use an adapter that lives inside the model's layers, or "
+        "model.generate."
+    )
