@@ -1,4 +1,4 @@
-"""Read what a model computes with beside its weights: settings of modules and configs, adapters.
+"""Identify the function that a model computes: its tensors, settings, configs and adapters.
 
 torch 2.11 to 2.13, transformers 5.17 to 5.23, PEFT 0.21. Two reads that are equal say that the
 model computed the same function of its weights both times. Changes nothing. Any thread may call.
@@ -80,21 +80,21 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def config_values(config: PreTrainedConfig) -> dict[str, object]:
     """Return the plain values of a config that a forward may compute with, by name."""
-    return {
-        name: value
-        for name, value in vars(config).items()
-        if name not in _WITHOUT_EFFECT_IN_CONFIGS
-        and not name.startswith("_")
-        and not name.endswith("_token_id")
-        and "drop" not in name
-        and _is_plain(value)
-    }
+    values: dict[str, object] = {}
+    for name, value in vars(config).items():
+        if name in _WITHOUT_EFFECT_IN_CONFIGS or "drop" in name:
+            continue
+        if name.startswith("_") or name.endswith("_token_id"):
+            continue
+        if _is_plain(value):
+            values[name] = value
+    return values
 
 
 def _configs(model: torch.nn.Module) -> Iterator[PreTrainedConfig]:
     """Yield each config that modules of a model read, once."""
     seen: set[int] = set()
-    waiting = [config for m in model.modules() if (config := vars(m).get("config")) is not None]
+    waiting: list[object] = [vars(module).get("config") for module in model.modules()]
     while waiting:
         config = waiting.pop()
         if id(config) in seen or not isinstance(config, PreTrainedConfig):

@@ -171,16 +171,15 @@ class CopiedWeights(WeightSynchronizer):
         ]
         if replaced:
             raise WeightSyncError(
-                f"{len(replaced)} parts of the training module compute something else than when "
+                f"{len(replaced)} parts of the training module are of another class than when "
                 f"its copy was made: {abbreviated(replaced)}. A copy takes over tensors and "
                 "settings only; use weight_sync='shared', or make the change before training."
             )
 
     def _take_over_changed_settings(self) -> None:
         settings = settings_of(self._source)
-        changed = {
-            name: value for name, value in settings.items() if value != self._settings.get(name)
-        }
+        before = self._settings
+        changed = [setting for setting, value in settings.items() if value != before.get(setting)]
         take_over_settings(self.module, self._source, changed)
         self._settings = settings
 
