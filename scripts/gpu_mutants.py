@@ -90,9 +90,9 @@ MUTANTS = (
     Mutant(
         "A4",
         "a replaced forward keeps the graphs of the one before",
-        "cb_rollout/compat/torch.py",
-        "(weakref.ref(module), forward_of(module), forward_numbers(module))",
-        "(weakref.ref(module), forward_numbers(module))",
+        "cb_rollout/compat/module_state.py",
+        "captured.append((weakref.ref(module), forward_of(module)))",
+        "captured.append(weakref.ref(module))",
         f"{INVARIANTS}/test_fast_path.py::"
         "test_a_replaced_forward_is_captured_and_captured_anew_when_it_is_replaced_again",
     ),

@@ -39,7 +39,10 @@ def of_rows(batch, numbers):
 def joined(first, second, pad_token_id=0):
     """The rows of two batches, with as much padding as the wider one."""
     batch = {}
-    for name in first.keys() & second.keys():
+    # In the order of the first: TRL takes the number of rows from the first column.
+    for name in first:
+        if name not in second:
+            continue
         parts = [first[name], second[name]]
         if parts[0].dim() == 0:
             batch[name] = parts[0]
