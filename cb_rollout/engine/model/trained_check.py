@@ -15,7 +15,12 @@ from cb_rollout.compat.module_state import is_adapter
 from cb_rollout.engine.model.check import attempt, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
-from cb_rollout.engine.numerics.agreement import is_measurable, references
+from cb_rollout.engine.numerics.agreement import (
+    agrees,
+    is_measurable,
+    references,
+    rounding_noise,
+)
 from cb_rollout.errors import ConfigurationError, error_text
 
 # Short rows of text that are compared.
@@ -43,35 +48,49 @@ def check_trained_model(runner: ModelRunner, trained: torch.nn.Module) -> None:
     if invocation := hf_compat.invocation_token_ids(trained):
         rows.append([*rows[0][:2], *invocation, *rows[0][2:]])
 
+    with eval_mode(trained), eval_mode(runner.model):
+        difference, failure = _difference(runner, trained, rows)
+    if difference:
+        raise ConfigurationError(_refusal(trained, difference)) from failure
+
+
+def _difference(
+    runner: ModelRunner, trained: torch.nn.Module, rows: list[list[int]]
+) -> tuple[str, Exception | None]:
+    """Return how the trained model's forward differs, and its error; "": by rounding alone."""
+    outermost = hf_compat.trained_forward(trained)
+
     def logprobs(model: torch.nn.Module | None = None) -> list[torch.Tensor]:
         return [runner.plain_logits(row, model).log_softmax(-1) for row in rows]
 
-    with eval_mode(trained), eval_mode(runner.model):
-        own = logprobs()
-        if any(logprobs_TV.isnan().any() for logprobs_TV in own):
-            # Diverged weights show nothing.
-            return
-        through_wrappers, failure = attempt(lambda: logprobs(outermost))
-        if through_wrappers is None:
-            difference = f"fails ({error_text(failure)})"
-            raise ConfigurationError(_refusal(trained, difference)) from failure
-        if all(map(torch.equal, own, through_wrappers)):
-            # So it is as a rule, and the rounding need not be measured.
-            return
-        is_copy = hf_compat.unwrap(trained) is not runner.model
-        num_tokens = sum(map(len, rows))
+    own = logprobs()
+    if any(logprobs_TV.isnan().any() for logprobs_TV in own):
+        # Diverged weights show nothing.
+        return "", None
+    through_wrappers, failure = attempt(lambda: logprobs(outermost))
+    if through_wrappers is None:
+        return f"fails ({error_text(failure)})", failure
+    if all(map(torch.equal, own, through_wrappers)):
+        # So it is as a rule, and the rounding need not be measured.
+        return "", None
+    if hf_compat.unwrap(trained) is not runner.model:
+        # The weights of a copy were rounded, so a higher precision would show another model.
+        noise = rounding_noise(own, None, runner.rounding_dtype)
+        agreements = iter([agrees(through_wrappers, own, noise)])
+    else:
         expected = references(
             logprobs,
             runner.rounding_dtype,
             runner.computing_in,
             is_coarse=runner.computes_coarsely,
-            is_measured=not is_copy and is_measurable(runner.model, num_tokens),
+            is_measured=is_measurable(runner.model, sum(map(len, rows))),
         )
-        # The weights of a copy were rounded, so that a higher precision shows another model.
-        for reference in expected[-1:] if is_copy else expected:
-            agreement = reference.compare(partial(logprobs, outermost), runner.computing_in)
-            if not agreement:
-                raise ConfigurationError(_refusal(trained, f"differs by {agreement}"))
+        computed = partial(logprobs, outermost)
+        agreements = (reference.compare(computed, runner.computing_in) for reference in expected)
+    for agreement in agreements:
+        if not agreement:
+            return f"differs by {agreement}", None
+    return "", None
 
 
 def _are_comparable(runner: ModelRunner, trained: torch.nn.Module) -> bool:
