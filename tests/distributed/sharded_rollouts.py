@@ -161,7 +161,7 @@ def follow(
             generator.sync_weights()
             same = [torch.equal(a, b) for a, b in zip(parts, local_parts(parameters), strict=True)]
             parts_kept = parts_kept and all(same)
-        is_shared = generator.manager.model is generator.manager.engine.trained
+        is_shared = not generator.manager.engine.runs_a_copy
         # Every process takes part in the model's forward.
         model.eval()
         with torch.no_grad():

@@ -129,7 +129,7 @@ def train(
     num_rows_held = len(local_part(engine.model.lm_head.weight))
     generator.close()
     return {
-        "is_shared": engine.model is engine.trained,
+        "is_shared": not engine.runs_a_copy,
         "trained": type(engine.trained).__name__,
         "moved": max(abs(a - b) for a, b in zip(before, after, strict=True)),
         "dtypes": sorted({str(p.dtype) for p in engine.model.parameters()}),
