@@ -16,7 +16,7 @@ from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
 from cb_rollout.config.checks import require_known
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import InFlight, ReleaseCache
-from cb_rollout.config.hf import as_rollout_config
+from cb_rollout.config.hf import as_rollout_config, from_generation_config
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.memory.plan import MemoryPlan
@@ -216,6 +216,15 @@ class RolloutGenerator:
         """
         self._weights.follow(model)
         self.manager.engine.follow(self._weights.trained)
+
+    def set_generation_config(self, generation_config: Any) -> None:
+        """Take other defaults for all requests from now on.
+
+        Raises:
+            ConfigurationError: a setting of the config cannot be honoured.
+        """
+        self.manager.defaults = from_generation_config(generation_config)
+        self._generation_config = generation_config
 
     def sync_weights(
         self, in_flight: Literal["keep", "recompute", "abort"] = "recompute"

@@ -424,10 +424,15 @@ class PooledGenerator:
                 raise refused("pool, trainer's needs", fault=fault, advice=advice)
         self.pool, self._model = pool, model
         self.manager = pool.manager
+        self._generation_config: Any = None
         if generation_config is not None:
-            self.manager.defaults = from_generation_config(generation_config)
-        self._generation_config = generation_config
+            self.set_generation_config(generation_config)
         self._last_metrics: dict[str, float] = {}
+
+    def set_generation_config(self, generation_config: Any) -> None:
+        """Take other defaults for all requests from now on."""
+        self.manager.defaults = from_generation_config(generation_config)
+        self._generation_config = generation_config
 
     @property
     def policy_version(self) -> int:

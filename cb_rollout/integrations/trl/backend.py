@@ -78,7 +78,7 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
     length = getattr(trainer.args, name)
     if length is None:
         raise ConfigurationError(f"{name}=None sets no end; give the trainer's config a number.")
-    generation_config = _generation_config(trainer)
+    generation_config = generation_config_of(trainer)
     if isinstance(config, SavedRollouts):
         replays = config.config.router_replay
         routers = routers_of(unwrap(trainer.model)) if replays else None
@@ -107,7 +107,7 @@ def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
     return generator
 
 
-def _generation_config(trainer: Any) -> Any:
+def generation_config_of(trainer: Any) -> Any:
     """Return the trainer's config; what it leaves open the model's says, as in `model.generate`."""
     config = copy.deepcopy(trainer.generation_config)
     if (own := getattr(unwrap(trainer.model), "generation_config", None)) is not None:
@@ -152,6 +152,8 @@ class RolloutContext:
     # Of each call of the engine.
     calls: list[list[GenerationOutput]] = field(default_factory=list)
     turn_metrics: list[dict[str, float]] = field(default_factory=list)
+    has_new_settings: bool = False
+    """True: the trainer's generation config is not that of the rollout before."""
     step: int = 0
     """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
     rows: list[LossRow] = field(default_factory=list)
@@ -208,6 +210,8 @@ class GenerationBackend(TrainerCallback):
         """Samples groups ahead of the trainer; None: no strategy does."""
         self.make_batch: Callable[..., dict[str, Any]] | None = None
         """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
+        self._generation_settings = generation_config_of(trainer).to_dict()
+        """Of the trainer's generation config in the last rollout."""
         self._synced_model: list[object] = []
         """State of the training model at the last sync."""
         self.rows: RowQueue | None = None
@@ -241,9 +245,27 @@ class GenerationBackend(TrainerCallback):
             self._saver.require_own_folder()
         if collected is None:
             self._forget_sync_of_another_model()
+        has_new_settings = self._follow_generation_config()
         step = self._trainer.state.global_step + (self._mode == "train")
-        self.context = RolloutContext(self._mode, step=step, collected=collected)
+        self.context = RolloutContext(
+            self._mode, step=step, collected=collected, has_new_settings=has_new_settings
+        )
         return self.context
+
+    def _follow_generation_config(self) -> bool:
+        """Sample by what the trainer's generation config says now; return whether it changed.
+
+        TRL's own path reads it in each rollout: a callback may anneal the temperature, and an
+        `evaluate` of one's own may decode greedily.
+        """
+        config = generation_config_of(self._trainer)
+        settings = config.to_dict()
+        if settings == self._generation_settings:
+            return False
+        self._generation_settings = settings
+        if not isinstance(self.generator, SavedRollouts):
+            self.generator.set_generation_config(config)
+        return True
 
     def _save_rollout(self) -> None:
         """Save the last rollout, which the trainer has scored by now."""
@@ -337,7 +359,8 @@ class GenerationBackend(TrainerCallback):
             for output, pictures in zip(outputs, images, strict=True):
                 if pictures:
                     self.context.images[output.request_id] = pictures
-        completions = [output.generated_tokens for output in outputs]
+        # Copies: a reward function may write into the lists that it gets.
+        completions = [list(output.generated_tokens) for output in outputs]
         logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
         return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
 

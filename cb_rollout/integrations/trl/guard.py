@@ -32,6 +32,7 @@ from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.rollout.saved import SavedRollouts
 from cb_rollout.rollout.verification import DriftReport, drift
 from cb_rollout.types import GenerationOutput
 
@@ -100,7 +101,6 @@ class LogprobGuard:
         config = generator.config
         self._trainer, self._generator, self._config = trainer, generator, config
         self._recompute = recompute
-        self._are_comparable = are_comparable(config, generator.manager.defaults)
         self._num_rollouts = 0
         self.is_due = False
         """True until this rollout's log-probabilities were compared."""
@@ -117,9 +117,11 @@ class LogprobGuard:
     def begin_rollout(self, is_training: bool) -> None:
         every = self._config.verify_every_steps
         self.is_due = False
-        if is_training and every and self._are_comparable:
+        if is_training and every and are_comparable(self._config, self._generator.manager.defaults):
             self._num_rollouts += 1
-            self.is_due = (self._num_rollouts - 1) % every == 0
+            # Saved rollouts drift from a policy that learns otherwise than the one that sampled.
+            is_always_due = self._is_auto and isinstance(self._generator, SavedRollouts)
+            self.is_due = is_always_due or (self._num_rollouts - 1) % every == 0
 
     def check(self, batch: LossBatch, recomputed_BT: torch.Tensor | None = None) -> None:
         """Compare tokens of some rows by the current policy, once for each rollout that is due.

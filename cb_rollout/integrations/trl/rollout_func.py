@@ -10,6 +10,7 @@ from typing import Any
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.integrations.trl.backend import GenerationBackend, require_backend
+from cb_rollout.integrations.trl.guard import require_one_distribution, warn_of_bias
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.generator import RolloutGenerator, measured
 from cb_rollout.rollout.trajectories import Sample
@@ -25,7 +26,9 @@ def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutF
     """Make a `rollout_func` for `GRPOTrainer` that samples one completion of every prompt.
 
     Pass it to the trainer as it is, or call it, once or for each turn, from a function of your own.
-    The trainer must be attached when it trains. `sampling_params` None: the trainer's.
+    The trainer must be attached when it trains. `sampling_params` None: the trainer's. Others are
+    checked as the trainer's are: a warning says where the loss is of another distribution, and what
+    `sampling_mask="replay"` or `old_logps="rollout"` excludes is refused.
 
     Returns:
         A function of prompts (texts, chats or token ids) and the trainer, which returns
@@ -37,11 +40,15 @@ def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutF
         ids = prompts
         if prompts and not all(_are_token_ids(prompt) for prompt in prompts):
             ids, _, _ = trainer._tokenize_prompts(prompts)
+        if sampling_params is not None and trainer.model.training:
+            config = backend.generator.config
+            require_one_distribution(config, sampling_params)
+            warn_of_bias(trainer, config, sampling_params)
         outputs = backend.sample(ids, sampling_params)
         return {
             "prompt_ids": ids,
-            "completion_ids": [output.generated_tokens for output in outputs],
-            "logprobs": [output.logprobs for output in outputs],
+            "completion_ids": [list(output.generated_tokens) for output in outputs],
+            "logprobs": [list(output.logprobs) for output in outputs],
         }
 
     return rollout

@@ -26,7 +26,12 @@ from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl import upstream
 from cb_rollout.integrations.trl.backend import Collected, GenerationBackend
-from cb_rollout.integrations.trl.guard import LogprobGuard, updates_once
+from cb_rollout.integrations.trl.guard import (
+    LogprobGuard,
+    require_one_distribution,
+    updates_once,
+    warn_of_bias,
+)
 from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
 from cb_rollout.integrations.trl.rows.loss_rows import (
     ROW_IDS,
@@ -83,6 +88,11 @@ def _overrides(trainer: Any, name: str) -> bool:
     """Return whether a trainer has a method of its own in place of TRL's."""
     stock_method = getattr(_stock_class(trainer), name)
     return getattr(getattr(trainer, name), "__func__", None) is not stock_method
+
+
+def overrides_scoring(trainer: Any) -> bool:
+    """Return whether a trainer's class scores in a method of its own, attached or not."""
+    return getattr(type(trainer), SCORING) is not getattr(_stock_class(trainer), SCORING)
 
 
 class TrainerScoring:
@@ -207,7 +217,8 @@ class TrainerScoring:
         is_auto = not self._guard.replaces_loss
         if is_auto and self._step_of_sampled is not None and updates_once(self._trainer):
             version = self._backend.generator.policy_version
-            if all(row.was_sampled_by(version) for row in batch[ROWS_KEY]):
+            is_new = all(row.was_sampled_by(version) for row in batch[ROWS_KEY])
+            if is_new and _has_sampled_as_old(batch):
                 # Rounding between sampler and loss clips no ratio: the loss takes its own, as
                 # TRL's. Rows of an older policy keep the ratio to that policy.
                 batch.pop("old_per_token_logps", None)
@@ -220,6 +231,8 @@ class TrainerScoring:
         if self._guard.is_due and self._packed is not None:
             self._packed.compare_again()
         context = self._backend.begin_rollout(collected=collected)
+        if context.has_new_settings:
+            self._check_new_settings()
         self._index.begin_rollout(trainer.model.training)
         is_masked = trainer.mask_truncated_completions
         self._masks_truncated = is_masked and self._corrects_ends
@@ -250,6 +263,16 @@ class TrainerScoring:
                 batch=batch,
             )
         return batch
+
+    def _check_new_settings(self) -> None:
+        """Check what the trainer's generation config says now, as `attach` did."""
+        trainer, generator = self._trainer, self._backend.generator
+        defaults = generator.manager.defaults
+        require_known_ends(trainer, defaults)
+        self._corrects_ends = self._has_rollout_func or bool(unknown_end(trainer, defaults))
+        if trainer.model.training:
+            require_one_distribution(generator.config, defaults)
+            warn_of_bias(trainer, generator.config, defaults)
 
     def _batch_of_trainer(self, inputs: list[Any]) -> dict[str, Any]:
         """Call the trainer's scoring, and follow TRL's own where a class of one's own calls it."""
@@ -422,8 +445,7 @@ class TrainerScoring:
         trainer = self._trainer
         has_kl = hasattr(trainer, "loss_type") and trainer.beta != 0.0
         has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
-        losses = (self._compute_loss, trainer._compute_loss)
-        has_own_loss = any(loss.__module__ not in LOSS_MODULES for loss in losses)
+        has_own_loss = not _is_of_trl(self._compute_loss) or not _is_of_trl(trainer._compute_loss)
         needs_all = has_kl or has_bonus or has_own_loss or inputs["advantages"].dim() != 1
         return None if needs_all or not torch.is_grad_enabled() else inputs["advantages"]
 
@@ -449,13 +471,14 @@ class TrainerScoring:
 
         Rows that another policy sampled are left out.
         """
-        sampled_BT = inputs.get("sampling_per_token_logps")
-        if sampled_BT is None or self._step_of_sampled != self._trainer.state.global_step:
+        has_sampled = inputs.get("sampling_per_token_logps") is not None
+        if not has_sampled or self._step_of_sampled != self._trainer.state.global_step:
             return
-        if sampled_BT.shape != logprobs_BT.shape:
-            # A loss of one's own scores other rows too.
+        # Of the rows of this forward: a loss of one's own may score others, or in another order.
+        sampled_BT = batch.sampled_logprobs()
+        if sampled_BT is None:
             return
-        mask_BT = inputs["completion_mask"] * inputs.get("tool_mask", 1) > 0
+        mask_BT = batch.sampled_mask()
         version = self._backend.generator.policy_version
         is_new_B = torch.tensor([row.was_sampled_by(version) for row in batch.rows])
         mask_BT &= is_new_B.to(mask_BT.device)[:, None]
@@ -470,3 +493,23 @@ class TrainerScoring:
     def _metrics(self) -> Any:
         trainer = self._trainer
         return trainer._metrics["train" if trainer.model.training else "eval"]
+
+
+def _is_of_trl(method: Any) -> bool:
+    """Return whether a method is TRL's, of one of `LOSS_MODULES`, and no function wraps it."""
+    function = getattr(method, "__func__", method)
+    # `functools.wraps` copies the module's name, and not the globals.
+    is_from_trl = function.__globals__["__name__"].startswith("trl.")
+    return is_from_trl and method.__module__ in LOSS_MODULES
+
+
+def _has_sampled_as_old(batch: dict[str, Any]) -> bool:
+    """Return whether a batch's old log-probabilities are those of the rollout.
+
+    A trainer class of one's own may have put others there.
+    """
+    old_BT, sampled_BT = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps")
+    if old_BT is None or sampled_BT is None or old_BT.shape != sampled_BT.shape:
+        return False
+    mask_BT = batch["completion_mask"] > 0
+    return bool((old_BT == sampled_BT)[mask_BT].all())

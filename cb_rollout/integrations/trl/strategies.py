@@ -28,6 +28,7 @@ from cb_rollout.integrations.trl.backend import (
 )
 from cb_rollout.integrations.trl.on_policy import seam_of
 from cb_rollout.integrations.trl.rows.row_queue import Example, RowQueue
+from cb_rollout.integrations.trl.scoring import overrides_scoring
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
@@ -230,6 +231,11 @@ def _faults(trainer: Any, strategy: Strategy, backend: GenerationBackend) -> Ite
         yield (
             f"a process's {num_rows} rows of a generation (per_device_train_batch_size x "
             f"steps_per_generation), which are no multiple of num_generations={num_generations}"
+        )
+    if strategy.max_dropped_groups and overrides_scoring(trainer):
+        yield (
+            f"{type(trainer).__name__}._generate_and_score_completions, whose rows need not stand "
+            "group by group"
         )
     if trains_split_model(trainer):
         yield "a tensor-parallel model, whose processes must hold equal batches"

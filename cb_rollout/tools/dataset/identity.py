@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from cb_rollout.compat.module_state import module_settings
+from cb_rollout.compat.torch import own_forwards, own_hooks
 from cb_rollout.config.hf import from_generation_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.tools.dataset.options import DatasetOptions
@@ -50,8 +52,16 @@ def digest_of_weights(model: PreTrainedModel) -> str:
 
 
 def model_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the entries of the model's config that are not its class's, and adapters' scalings."""
-    settings = {"config": _without_inert(model.config.to_diff_dict())}
+    """Return what a model computes with beside its weights, for a later run to compare.
+
+    These are the entries of its config that are not its class's, adapters' scalings, a hash of its
+    modules' settings (which adapters are active among them), and the modules that run a hook or a
+    forward of one's own.
+    """
+    settings: dict[str, Any] = {"config": _without_inert(model.config.to_diff_dict())}
+    modules = repr([module_settings(module) for module in model.modules()])
+    settings["module_settings"] = hashlib.sha256(modules.encode()).hexdigest()
+    settings["hooked_modules"] = [*own_hooks(model), *own_forwards(model)]
     if scalings := scalings_of(model):
         settings["adapter_scalings"] = scalings
     return settings

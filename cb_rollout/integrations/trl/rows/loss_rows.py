@@ -185,6 +185,13 @@ class LossBatch:
             row_T[: len(row.logprobs)] = torch.tensor(row.logprobs)
         return sampled_BT.to(self.input_ids.device)
 
+    def sampled_mask(self) -> torch.Tensor:
+        """Return (B, T), bool: tokens that were sampled, and that the batch's mask keeps."""
+        is_sampled_BT = torch.zeros(self.completion_mask.shape, dtype=torch.bool)
+        for is_sampled_T, row in zip(is_sampled_BT, self.rows, strict=True):
+            is_sampled_T[: len(row.is_sampled)] = torch.tensor(row.is_sampled, dtype=torch.bool)
+        return is_sampled_BT.to(self.input_ids.device) & (self.completion_mask > 0)
+
     def unpadded(self) -> list[PackedRow] | None:
         """Return the rows without padding; None: some padding is not at the two ends.
 
