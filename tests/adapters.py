@@ -49,7 +49,7 @@ METHODS = [
 ]
 
 
-def adapted(method: str, folder: Path, seed: int = 0) -> peft.PeftModel:
+def adapted(method: str, folder: Path, seed: int = 0, *, is_fresh: bool = False) -> peft.PeftModel:
     """A Llama with an adapter of a method, in evaluation mode; `folder` is for what it loads."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -59,7 +59,7 @@ def adapted(method: str, folder: Path, seed: int = 0) -> peft.PeftModel:
             model = peft.get_peft_model(tiny_model("llama"), _config(method))
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.requires_grad:
+                if parameter.requires_grad and not is_fresh:
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model.eval()
 

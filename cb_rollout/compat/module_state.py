@@ -6,12 +6,15 @@ model computed the same function of its weights both times. Changes nothing. Any
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Number
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cb_rollout.compat.accelerate import forward_of
 from cb_rollout.compat.rope import rewritten_frequencies
+from cb_rollout.compat.torch import own_hooks, plain_class
 from cb_rollout.compat.transformers import vocab_size
 
 # Attributes that every module has, such as its hooks.
@@ -43,7 +46,11 @@ _WITHOUT_EFFECT_IN_CONFIGS = _WITHOUT_EFFECT | {
     "use_cache",
 }
 
-_PLAIN = (bool, int, float, str, type(None))
+# Standard deviation of what stands for zeros of an adapter.
+MOVED_SIZE = 0.1
+
+# numpy's numbers are numbers too.
+_PLAIN = (Number, str, torch.dtype, type(None))
 
 
 def module_settings(module: torch.nn.Module) -> dict[str, object]:
@@ -110,6 +117,47 @@ def is_adapter(module: torch.nn.Module) -> bool:
     return "_disable_adapters" in vars(module)
 
 
+@contextmanager
+def with_moved_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Have adapters that are still zero compute something, while a model is checked.
+
+    LoRA's second factor begins at zero, which hides what its layer, or a wrapper, does with it.
+    Parameters are exchanged for others and put back; none is written.
+    """
+    draws = torch.Generator().manual_seed(0)
+    exchanged: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    try:
+        for owner, name, parameter in _zero_parameters_of_adapters(model):
+            drawn = torch.randn(parameter.shape, generator=draws) * MOVED_SIZE
+            moved = torch.nn.Parameter(drawn.to(parameter), requires_grad=parameter.requires_grad)
+            owner._parameters[name] = moved
+            exchanged.append((owner, name, parameter))
+        yield
+    finally:
+        for owner, name, parameter in exchanged:
+            owner._parameters[name] = parameter
+
+
+def _zero_parameters_of_adapters(
+    model: torch.nn.Module,
+) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Yield the parameters of adapters that are zero, with their modules and names, each once."""
+    seen: set[int] = set()
+    for layer in model.modules():
+        if not is_adapter(layer):
+            continue
+        for path, module in layer.named_modules():
+            if path.startswith("base_layer"):
+                continue
+            for name, parameter in list(module._parameters.items()):
+                is_plain = parameter is not None and type(parameter) is torch.nn.Parameter
+                if not is_plain or id(parameter) in seen or not parameter.numel():
+                    continue
+                seen.add(id(parameter))
+                if parameter.is_floating_point() and not parameter.any():
+                    yield module, name, parameter
+
+
 def model_settings(model: torch.nn.Module, *, with_adapters: bool = True) -> list[object]:
     """Return a value that changes with a setting of a module or a config.
 
@@ -144,6 +192,17 @@ def forward_identity(model: PreTrainedModel, *, is_autocast: bool = False) -> tu
         modules,
         settings,
     )
+
+
+def module_code(model: torch.nn.Module) -> list[object]:
+    """Return a value that changes with the class, the forward or the hooks of a module.
+
+    Left out is what accelerate, PEFT, TRL and others put there without changing what is computed.
+    """
+    code: list[object] = [own_hooks(model)]
+    for module in model.modules():
+        code.append((plain_class(module), forward_of(module)))
+    return code
 
 
 def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object]:

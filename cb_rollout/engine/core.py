@@ -15,7 +15,12 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import write_state
-from cb_rollout.compat.module_state import model_settings, watched_tensors
+from cb_rollout.compat.module_state import (
+    model_settings,
+    module_code,
+    watched_tensors,
+    with_moved_adapters,
+)
 from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.cuda_graphs import selection
@@ -40,7 +45,7 @@ from cb_rollout.engine.model.runner import (
     prompt_logprobs,
     recomputed_logprobs,
 )
-from cb_rollout.engine.model.trained_check import check_trained_model
+from cb_rollout.engine.model.trained_check import check_trained_model, wrapper_state
 from cb_rollout.engine.numerics.agreement import is_measurable
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.request import Limits, Request
@@ -87,7 +92,7 @@ class Engine:
         self._eval_mode: ExitStack | None = None
         self._numerics = ExitStack()
         """Holds the operators of `numerics="bitwise"` while there is work."""
-        self.trained = trained or model
+        self.trained = model if trained is None else trained
         own = set(map(id, model.parameters()))
         self.runs_a_copy = own.isdisjoint(map(id, self.trained.parameters()))
         """True where training may change its weights while this engine generates."""
@@ -118,8 +123,13 @@ class Engine:
         devices.require_unmoved(self.model, self.device)
         identity = self.runner.forward_identity
         self.runner.recorder = None
-        self.layout = check_model(self.runner)
-        check_trained_model(self.runner, self.trained)
+        # A copy has its adapters merged as they are.
+        moved = nullcontext() if self.runs_a_copy else with_moved_adapters(self.trained)
+        with moved:
+            self.layout = check_model(self.runner)
+            check_trained_model(self.runner, self.trained)
+            self.runner.packed_linear.forget()
+        self._wrappers_checked = wrapper_state(self.trained)
         if self.config.router_replay:
             self.layout = replace(self.layout, routes=self.runner.record_routes().spec)
         # Once for each layout: a later plan may find the trace given up, for other reasons.
@@ -140,11 +150,19 @@ class Engine:
 
     def follow(self, trained: torch.nn.Module) -> None:
         """Take a training model that was wrapped anew, and check what its forward computes."""
-        before = hf_compat.trained_forward(self.trained)
         self.trained = trained
-        if hf_compat.trained_forward(trained) is not before and not self.runs_a_copy:
-            with devices.plain_modes(), self._computing():
-                check_trained_model(self.runner, trained)
+        self._check_wrappers()
+
+    def _check_wrappers(self) -> None:
+        """Check the training model's own forward again if one of its wrappers changed."""
+        state = wrapper_state(self.trained)
+        if state == self._wrappers_checked:
+            return
+        moved = nullcontext() if self.runs_a_copy else with_moved_adapters(self.trained)
+        with devices.plain_modes(), self._computing(), moved:
+            check_trained_model(self.runner, self.trained)
+            self.runner.packed_linear.forget()
+        self._wrappers_checked = state
 
     @property
     def _max_requests(self) -> int:
@@ -299,6 +317,7 @@ class Engine:
         With `keep_keys` running sequences go on with their keys, else all are computed again.
         """
         self._forget_keys(policy_version, keep_keys)
+        self._check_wrappers()
         is_due = self.training.needs_new_plan and not (keep_keys and self.has_work)
         is_due = bool(self._all_reduce_min(is_due))
         if self._is_model_changed or is_due:
@@ -323,7 +342,9 @@ class Engine:
             return
         seen = self._function_seen
         writes = [write_state(tensor) for tensor in watched_tensors(self.model)]
-        now = (self.training.num_steps, writes, model_settings(self.model))
+        settings = model_settings(self.model)
+        code = module_code(self.model)
+        now = (self.training.num_steps, writes, settings, code)
         if seen is not None and seen != now:
             self._forget_keys(self.policy_version + 1)
             _LOGGER.warning(

@@ -22,7 +22,7 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import has_autocast
 from cb_rollout.compat.fsdp import is_sharded
-from cb_rollout.compat.module_state import forward_identity
+from cb_rollout.compat.module_state import forward_identity, with_moved_adapters
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
@@ -301,7 +301,7 @@ def _agreeing_layout(
     def scores_of(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
         return list(_scored(outermost, rows, layout).values())
 
-    with torch.no_grad(), eval_mode(outermost):
+    with torch.no_grad(), eval_mode(outermost), with_moved_adapters(inner):
         expected = references(
             lambda: _plain_rows(runner, rows, outermost),
             dtype,

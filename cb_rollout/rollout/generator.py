@@ -217,6 +217,10 @@ class RolloutGenerator:
         self._weights.follow(model)
         self.manager.engine.follow(self._weights.trained)
 
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Return whether this generator generates with the module inside a model, or a copy."""
+        return self._weights.is_of(model)
+
     def set_generation_config(self, generation_config: Any) -> None:
         """Take other defaults for all requests from now on.
 
@@ -468,12 +472,16 @@ class _PersistentGenerator:
 def _kept_generator(
     model: torch.nn.Module, config: RolloutConfig, tokenizer: Any
 ) -> RolloutGenerator:
-    """Return the generator kept on the model if its settings are equal, else keep a new one."""
+    """Return the generator kept on the model, or keep a new one.
+
+    It is kept if its settings are equal, and if the wrapper still has the same module inside.
+    """
     holder = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
     generator = holder.generator
     if generator and generator.config == config and generator.tokenizer is tokenizer:
-        generator.sync_weights()
-        return generator
+        if generator.is_of(model):
+            generator.sync_weights()
+            return generator
     if generator:
         generator.close()
     holder.generator = RolloutGenerator(model, config, tokenizer=tokenizer)

@@ -81,7 +81,15 @@ def wrapped_by_peft(module: Any) -> torch.nn.Module | None:
 
 def low_ranks_of(module: Any) -> tuple[LowRank, ...]:
     """List the updates that the active adapters of a PEFT layer add to its base weight."""
-    if not _is_adapted(module) or module.disable_adapters or module.merged:
+    if not _is_adapted(module):
+        return ()
+    if module.disable_adapters and module.merged:
+        # Its next forward unmerges it, in place.
+        raise ConfigurationError(
+            "an adapter is merged and disabled: PEFT takes it out of the weights in the next "
+            "forward, and a copy would keep it; call unmerge_adapter() before the sync."
+        )
+    if module.disable_adapters or module.merged:
         return ()
     if type(module) not in MERGEABLE or _is_adapted(module.base_layer):
         raise _cannot_merge(f"{type(module).__module__}.{type(module).__name__}")

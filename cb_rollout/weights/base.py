@@ -34,6 +34,10 @@ class WeightSynchronizer:
         """
         raise NotImplementedError
 
+    def is_of(self, model: torch.nn.Module) -> bool:
+        """Return whether a model, wrapped or not, has the module inside whose weights these are."""
+        raise NotImplementedError
+
     def sync(self) -> int:
         """Take over the trained weights, and return the number of bytes written.
 
@@ -95,8 +99,13 @@ class SharedWeights(WeightSynchronizer):
         self.trained = trained
 
     def sync(self) -> int:
+        # The wrapper may hold another module by now.
+        self.follow(self.trained)
         hf_compat.refuse_sharded(self.module)
         return 0
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        return hf_compat.unwrap(model) is self.module
 
 
 def require_equal(weights: WeightSynchronizer) -> None:

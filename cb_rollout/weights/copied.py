@@ -85,6 +85,8 @@ class CopiedWeights(WeightSynchronizer):
         A trainable tensor may always have changed; a frozen one if torch counted a write to it or
         its storage moved. Adapters are merged into a fresh value of the frozen base.
         """
+        # The wrapper may hold another module by now.
+        self.follow(self.trained)
         # Autocast would round the adapters that are merged.
         with devices.plain_modes(), torch.no_grad():
             self._check_forwards()
@@ -105,6 +107,9 @@ class CopiedWeights(WeightSynchronizer):
                 num_bytes += target.nbytes
                 self._taken[weight.names] = (weight, *states[weight])
         return num_bytes
+
+    def is_of(self, model: torch.nn.Module) -> bool:
+        return hf_compat.unwrap(model) is self._source
 
     def differing(self) -> list[str]:
         """Return every name of the tensors that differ from a fresh full sync in any bit."""
@@ -207,7 +212,7 @@ def _structure(model: torch.nn.Module) -> list[object]:
     """Return a value that changes when a tensor or a module is replaced, tied, resized or cast."""
     structure: list[object] = []
     for module in model.modules():
-        structure.append(weakref.ref(module))
+        structure.append((weakref.ref(module), type(module)))
         for tensors in (module._parameters, module._buffers):
             # A resize or a cast may keep the tensor and replace its contents.
             structure += ((id(t), t.shape, t.dtype) for t in tensors.values() if t is not None)

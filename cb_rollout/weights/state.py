@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from cb_rollout.compat.fsdp import local_part, write_state
-from cb_rollout.compat.module_state import model_settings, watched_tensors
+from cb_rollout.compat.module_state import model_settings, module_code, watched_tensors
 from cb_rollout.weights.source import create_source
 
 # Integers of as many bytes as a number of a weight.
@@ -26,7 +26,7 @@ def model_state(model: torch.nn.Module) -> list[object]:
     tensors = [source.stored(tensor) for tensor in watched_tensors(model)]
     trained = [local_part(tensor) for tensor in tensors if tensor.requires_grad]
     writes = [write_state(tensor) for tensor in tensors]
-    return [writes, _checksums(trained), model_settings(model)]
+    return [writes, _checksums(trained), model_settings(model), module_code(model)]
 
 
 def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:

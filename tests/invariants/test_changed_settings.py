@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -135,6 +136,53 @@ def test_a_copy_is_refused_where_its_model_has_a_module_that_no_config_names():
     model.model.layers[0].mlp.act_fn = HalvedActivation()
     with pytest.raises(ConfigurationError, match="the copy of the weights computes other log-prob"):
         RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy"))
+
+
+def test_a_copy_is_refused_once_a_module_has_another_class():
+    class Halved(torch.nn.SiLU):
+        def forward(self, states):
+            return super().forward(states) / 2
+
+    model = tiny_model()
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy")) as generator:
+        generator.sync_weights()
+        model.model.layers[0].mlp.act_fn.__class__ = Halved
+        with pytest.raises(WeightSyncError, match="of another class"):
+            generator.sync_weights()
+
+
+def test_a_number_of_numpy_is_followed_by_a_copy():
+    model = tiny_model()
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy")) as generator:
+        for layer in model.model.layers:
+            layer.self_attn.scaling = np.float32(0.9)
+        generator.sync_weights()
+        (output,) = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
+        assert largest_difference(model, [output]) <= 1e-4
+
+
+def test_a_forward_that_is_replaced_without_a_sync_begins_a_policy_version():
+    model = tiny_model()
+    norm = model.model.norm
+    own = norm.forward
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="shared")) as generator:
+        prompt = list(range(5, 45))
+        generator.generate_batch([prompt], sampling_params=PARAMS)
+        norm.forward = lambda states: own(states) / 2
+        (output,) = generator.generate_batch([prompt], sampling_params=PARAMS).values()
+        assert largest_difference(model, [output]) <= 1e-4
+        assert generator.policy_version == 1
+
+
+def test_a_copy_refuses_an_adapter_that_is_merged_and_disabled():
+    model = adapted()
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy")) as generator:
+        model.merge_adapter()
+        with (
+            model.disable_adapter(),
+            pytest.raises(ConfigurationError, match="merged and disabled"),
+        ):
+            generator.sync_weights()
 
 
 @contextmanager

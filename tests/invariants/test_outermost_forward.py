@@ -16,6 +16,7 @@ from cb_rollout import (
     RolloutGenerator,
     SamplingParams,
     attach,
+    generate_batch,
     packed_logprobs,
 )
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
@@ -67,6 +68,45 @@ def test_an_adapter_is_sampled_as_its_own_forward_computes_it_or_is_refused(meth
     for output, logprobs in zip(outputs, packed, strict=True):
         plain = plain_logprobs(model, output.prompt_ids, output.generated_tokens)
         assert logprobs.tolist() == pytest.approx(plain, abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["LILY", "LORA (activated)", "SHADOW", "XLORA"])
+@pytest.mark.filterwarnings("ignore")  # What a method warns of when its adapter is made.
+def test_an_adapter_that_still_does_nothing_is_refused_as_it_is_later(method, tmp_path):
+    """Its weights begin at zero, and then it computes what the base model does."""
+    model = adapted(method, tmp_path, is_fresh=True)
+    with pytest.raises(ConfigurationError, match=REFUSED[method]):
+        RolloutGenerator(model, RolloutConfig(weight_sync="shared"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_packed_logprobs_refuses_an_adapter_that_still_does_nothing(tmp_path):
+    with RolloutGenerator(tiny_model("llama"), RolloutConfig(seed=0)) as generator:
+        outputs = generator.generate_batch([PROMPT, PROMPT[:5]], sampling_params=PARAMS)
+    with pytest.raises(ConfigurationError, match="computes other log-probabilities packed"):
+        packed_logprobs(adapted("LILY", tmp_path, is_fresh=True), outputs)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=[] if method in FAST else [pytest.mark.slow])
+        for method in METHODS
+        if method not in REFUSED
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_check_moves_no_weight_of_a_fresh_adapter(method, tmp_path):
+    model = adapted(method, tmp_path, is_fresh=True)
+    before = [(p, p._version, p.detach().clone()) for p in model.parameters()]
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="shared")) as generator:
+        outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS)
+        packed_logprobs(model, outputs)
+        assert largest_difference(model, outputs.values()) <= 1e-4
+    after = list(model.parameters())
+    assert [id(p) for p, _, _ in before] == list(map(id, after))
+    assert [version for _, version, _ in before] == [p._version for p in after]
+    assert all(torch.equal(values, p) for (_, _, values), p in zip(before, after, strict=True))
 
 
 def _differs(model, base):
@@ -124,6 +164,86 @@ def test_a_wrapper_that_is_followed_later_is_refused_then():
         generator.follow(Watched(model))
         with pytest.raises(ConfigurationError, match=WRAPPER):
             generator.follow(Scaled(model))
+
+
+class Tempered(Scaled):
+    """A wrapper with a scale that trains, and begins at 1."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, *arguments, **named):
+        output = self.module(*arguments, **named)
+        output.logits = output.logits * self.scale
+        return output
+
+
+def hooked(wrapper):
+    def halve(_module, _arguments, output):
+        output.logits = output.logits / 2
+
+    wrapper.register_forward_hook(halve)
+
+
+def replaced(wrapper):
+    own = wrapper.forward
+    wrapper.forward = lambda input_ids, **named: own(input_ids=(input_ids + 1) % 256, **named)
+
+
+def trained(wrapper):
+    with torch.no_grad():
+        wrapper.scale.fill_(0.5)
+
+
+@pytest.mark.parametrize("weight_sync", ["shared", "copy"])
+@pytest.mark.parametrize("change", [hooked, replaced, trained])
+def test_a_wrapper_that_begins_to_compute_something_is_refused_at_the_next_sync(
+    change, weight_sync
+):
+    model = Tempered(tiny_model())
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync=weight_sync)) as generator:
+        generator.sync_weights()
+        change(model)
+        with pytest.raises(ConfigurationError, match=WRAPPER):
+            generator.sync_weights()
+
+
+def test_an_activated_lora_that_is_switched_on_later_is_refused(tmp_path):
+    model = adapted("LORA", tmp_path)
+    settings = {"target_modules": ["q_proj"], "alora_invocation_tokens": INVOCATION}
+    model.add_adapter("later", LoraConfig(task_type="CAUSAL_LM", **settings))
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="shared")) as generator:
+        model.set_adapter("later")
+        with pytest.raises(ConfigurationError, match=WRAPPER):
+            generator.sync_weights()
+
+
+def test_a_kept_manager_generates_with_the_module_that_its_wrapper_has_now():
+    model = Watched(tiny_model())
+    arguments = {"sampling_params": PARAMS, "persistent_manager": True, "progress_bar": False}
+    generate_batch(model, [PROMPT], **arguments)
+    model.module = tiny_model(seed=1)
+    outputs = generate_batch(model, [PROMPT], **arguments)
+    assert largest_difference(model, outputs.values()) <= 1e-4
+
+
+class Empty(Scaled):
+    def __len__(self):
+        return 0
+
+
+def test_a_wrapper_without_a_length_is_a_wrapper():
+    with pytest.raises(ConfigurationError, match=WRAPPER):
+        RolloutGenerator(Empty(tiny_model()), RolloutConfig(weight_sync="shared"))
+
+
+def test_a_model_compiled_by_torch_is_the_model_inside():
+    model = torch.compile(tiny_model(), backend="eager")
+    with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="shared")) as generator:
+        (output,) = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
+        assert generator.verify(1).max <= 1e-4
+        assert largest_difference(model._orig_mod, [output]) <= 1e-4
 
 
 @pytest.mark.parametrize("wrap", [Watched, torch.nn.DataParallel])

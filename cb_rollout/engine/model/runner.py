@@ -305,7 +305,8 @@ class ModelRunner:
         arguments = self._taken(arguments | {"logits_to_keep": num_last})
         if images is not None:
             arguments |= self.image_inputs.arguments(images, 0, len(token_ids))
-        with multimodal.keeping_position_offsets(model or self.model):
+        called = self.model if model is None else model
+        with multimodal.keeping_position_offsets(called):
             return self._run(input_ids, arguments, model).logits[0][-num_last:].float()
 
     def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
@@ -373,7 +374,9 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
-        autocast, called = nullcontext(), model or self.model
+        autocast: AbstractContextManager[Any] = nullcontext()
+        # A wrapper may have a length, and be empty.
+        called: torch.nn.Module = self.model if model is None else model
         if self._autocast_dtype is not None:
             if model is None:
                 called = accelerate_compat.below_accelerate(self.model)

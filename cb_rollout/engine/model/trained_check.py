@@ -10,8 +10,9 @@ from functools import partial
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.fsdp import is_sharded
-from cb_rollout.compat.module_state import is_adapter
+from cb_rollout.compat.accelerate import forward_of
+from cb_rollout.compat.fsdp import is_sharded, write_state
+from cb_rollout.compat.module_state import is_adapter, module_settings
 from cb_rollout.engine.model.check import attempt, text_rows
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.runner import ModelRunner
@@ -52,6 +53,25 @@ def check_trained_model(runner: ModelRunner, trained: torch.nn.Module) -> None:
         difference, failure = _difference(runner, trained, rows)
     if difference:
         raise ConfigurationError(_refusal(trained, difference)) from failure
+
+
+def wrapper_state(trained: torch.nn.Module) -> list[object]:
+    """Return a value that changes when what stands around the innermost model computes otherwise.
+
+    Empty for a sharded model, whose forward is not checked.
+    """
+    if is_sharded(trained):
+        return []
+    inside = set(map(id, hf_compat.unwrap(trained).modules()))
+    state: list[object] = []
+    for module in hf_compat.trained_forward(trained).modules():
+        if id(module) in inside:
+            continue
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        state.append((id(module), type(module), forward_of(module), list(map(id, hooks))))
+        state.append((module_settings(module), [write_state(tensor) for tensor in tensors]))
+    return state
 
 
 def _difference(

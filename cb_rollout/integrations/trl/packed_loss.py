@@ -18,7 +18,7 @@ import torch
 
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
-from cb_rollout.compat.module_state import forward_identity
+from cb_rollout.compat.module_state import forward_identity, with_moved_adapters
 from cb_rollout.compat.multimodal import image_argument_names, is_processor
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.compat.torch import compute_dtype, noting_saved_bytes, without_dropout
@@ -382,7 +382,9 @@ class PackedLoss:
             return [own.logprobs_K for own in laid_out.scores(range(len(rows)), None)]
 
         # Without gradients, reentrant checkpoints warn that there will be none.
-        with without_dropout(model), hf_compat.keeping_activations(model), torch.no_grad():
+        moved = nullcontext() if self._is_sharded else with_moved_adapters(model)
+        keeping = hf_compat.keeping_activations(model)
+        with without_dropout(model), keeping, moved, torch.no_grad():
             expected = references(
                 lambda: logprobs(own(compared.model, compared.batch)),
                 dtype,
