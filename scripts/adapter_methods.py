@@ -7,6 +7,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,20 +60,21 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for method in METHODS:
-        cells = [_outcome(_sampled, method, weight_sync) for weight_sync in ("shared", "copy")]
-        cells.append(_outcome(_packed, method, ""))
+        shared = partial(_sampled, weight_sync="shared")
+        copied = partial(_sampled, weight_sync="copy")
+        cells = [_outcome(measure, method) for measure in (shared, copied, _packed)]
         rows.append(f"| {method} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     page = PAGE.format(version=peft.__version__, table="\n".join(rows))
     (ROOT / "docs" / "adapters.md").write_text(page)
 
 
-def _outcome(measure: Callable[[Any, str], float], method: str, weight_sync: str) -> str:
-    """Return a difference in nats, or the first sentence of the refusal."""
+def _outcome(measure: Callable[[Any], float], method: str) -> str:
+    """Return a difference in nats, or the first line of the refusal."""
     with tempfile.TemporaryDirectory() as folder:
         model = adapted(method, Path(folder))
     try:
-        return f"{measure(model, weight_sync):.1e}"
+        return f"{measure(model):.1e}"
     except RolloutError as error:
         first_line, *_ = str(error).splitlines()
         return first_line.replace("|", "\\|")
@@ -85,7 +87,7 @@ def _sampled(model: torch.nn.Module, weight_sync: str) -> float:
     return largest_difference(model, outputs.values())
 
 
-def _packed(model: torch.nn.Module, _: str) -> float:
+def _packed(model: torch.nn.Module) -> float:
     outputs = [
         GenerationOutput(f"row {number}", prompt, [20, 21 + number, 22], [0.0, 0.0, 0.0])
         for number, prompt in enumerate((PROMPTS[0], *PROMPTS))

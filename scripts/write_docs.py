@@ -162,9 +162,10 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 ### JSON schemas
 
 Each keyword of a JSON schema is enforced, or refused before a token is sampled: the
-`InvalidRequestError` names the keyword, its path in the schema, and what to do. `strict` changes
-nothing. xgrammar by itself ignores many keywords, so cb_rollout holds a list of what xgrammar 0.2.8
-enforces (`cb_rollout/integrations/json_schema.py`), and rewrites what it enforces only partly:
+`InvalidRequestError` names the keyword, its path in the schema, and what to do. `strict` of the
+server's `response_format` changes nothing. xgrammar by itself ignores many keywords, so cb_rollout
+holds a list of what xgrammar 0.2.8 enforces (`cb_rollout/integrations/json_schema.py`), and
+rewrites what it enforces only partly:
 
 - Lengths, patterns and the formats `date`, `time`, `date-time`, `email`, `hostname` and `ipv4`
   become patterns of characters that JSON does not escape. These formats are narrower than the

@@ -9,9 +9,10 @@ import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from tiny import tiny_model
 
+# Switches an activated LoRA on.
 INVOCATION = [40, 41, 42]
-"""Switches an activated LoRA on."""
 
+# What a method's config needs beside its type and the layers it adapts.
 SETTINGS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "ADAPTION_PROMPT": {"adapter_len": 4, "adapter_layers": 2, "target_modules": None},
@@ -30,8 +31,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "VBLORA": {"vector_length": 32, "num_vectors": 16},
     "WAVEFT": {"n_frequency": 64},
 }
-# What a method's config needs beside its type and the layers it adapts.
 
+# Settings of a method's variants.
 VARIANTS: dict[str, dict[str, Any]] = {
     "LORA (DoRA)": {"use_dora": True},
     "LORA (rsLoRA)": {"use_rslora": True},
@@ -50,7 +51,10 @@ METHODS = [
 
 
 def adapted(method: str, folder: Path, seed: int = 0, *, is_fresh: bool = False) -> peft.PeftModel:
-    """A Llama with an adapter of a method, in evaluation mode; `folder` is for what it loads."""
+    """Return a Llama with an adapter of a method, in evaluation mode; `folder` is for its files.
+
+    `is_fresh`: its weights are as the method begins, else far from there.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if method == "XLORA":
@@ -77,7 +81,7 @@ def _config(method: str) -> Any:
 
 
 def _mixture(folder: Path) -> peft.PeftModel:
-    """X-LoRA: two adapters, mixed by a classifier of the whole sequence."""
+    """Return an X-LoRA model: two adapters, which a classifier of the whole sequence mixes."""
     paths = {}
     for name in ("0", "1"):
         config = peft.LoraConfig(

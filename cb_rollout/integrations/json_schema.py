@@ -20,27 +20,27 @@ from cb_rollout.integrations.json_strings import (
     pattern_of_other_names,
     read_string,
     refusal,
+    shown,
     unenforced,
 )
 
 # They assert nothing. OpenAPI's `discriminator` only names the property that tells branches apart.
 ANNOTATIONS = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$comment", "$schema", "$id", "$defs", "definitions", "discriminator"),
-}
-LOWER_BOUNDS, UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-BOUNDS = {*LOWER_BOUNDS, *UPPER_BOUNDS}
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "$comment", "$schema", "$id", "$defs", "definitions", "discriminator",
+}  # fmt: skip
+LOWER_BOUNDS = {"minimum", "exclusiveMinimum"}
+UPPER_BOUNDS = {"maximum", "exclusiveMaximum"}
+BOUNDS = LOWER_BOUNDS | UPPER_BOUNDS
+_PROPERTIES = {"properties", "additionalProperties", "patternProperties", "unevaluatedProperties"}
 KEYWORDS_OF_TYPE = {
     "null": set(),
     "boolean": set(),
-    "integer": {*BOUNDS, "multipleOf"},
+    "integer": BOUNDS | {"multipleOf"},
     "number": BOUNDS,
     "string": {*LENGTHS, "pattern", "format"},
     "array": {"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems"},
-    "object": {
-        *("properties", "required", "additionalProperties", "patternProperties"),
-        *("propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"),
-    },
+    "object": _PROPERTIES | {"required", "propertyNames", "minProperties", "maxProperties"},
 }
 # xgrammar reads the first of these that a schema has, and ignores its other keywords.
 DECIDING = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -156,7 +156,7 @@ class _Reader:
         if schema is False:
             raise refusal(f"the schema at {path} is false, which nothing obeys; leave it out")
         if not isinstance(schema, dict):
-            raise refusal(f"{_shown(schema)} at {path} is no schema; use an object")
+            raise refusal(f"{shown(schema)} at {path} is no schema; use an object")
         self._waiting.append(_Node(path, schema, is_name))
         return [id(schema)]
 
@@ -193,12 +193,12 @@ class _Reader:
         names = reference.split("/")
         # xgrammar reads no escapes, and skips empty names.
         if names[0] != "#" or "" in names or "%" in reference or "~" in reference:
-            where = f" of {_shown(reference)}"
+            where = f" of {shown(reference)}"
             raise unenforced(path, "$ref", _REFERENCE, where)
         target = self._root
         for name in names[1:]:
             if not isinstance(target, dict) or name not in target:
-                raise refusal(f"`$ref` at {path} is {_shown(reference)}, which leads nowhere")
+                raise refusal(f"`$ref` at {path} is {shown(reference)}, which leads nowhere")
             target = target[name]
         return reference, target
 
@@ -299,7 +299,7 @@ class _Reader:
             raise refusal(f"`required` at {path} is no list; give it a list of names")
         for name in required:
             if not isinstance(name, str) or name not in properties:
-                raise unenforced(path, "required", "add it to `properties`", f" of {_shown(name)}")
+                raise unenforced(path, "required", "add it to `properties`", f" of {shown(name)}")
         needed = []
         for name, value in properties.items():
             waiting = self._wait(f"{path}/properties/{name}", value)
@@ -364,9 +364,9 @@ def _types(path: str, schema: dict[str, Any]) -> list[str]:
     types = value if isinstance(value, list) else [value]
     if not types or any(name not in list(KEYWORDS_OF_TYPE) for name in types):
         allowed = ", ".join(KEYWORDS_OF_TYPE)
-        raise refusal(f"`type` at {path} is {_shown(value)}; use {allowed}")
+        raise refusal(f"`type` at {path} is {shown(value)}; use {allowed}")
     if len(set(types)) < len(types):
-        raise refusal(f"`type` at {path} is {_shown(value)}; name each type once")
+        raise refusal(f"`type` at {path} is {shown(value)}; name each type once")
     return types
 
 
@@ -381,7 +381,7 @@ def _read_values(node: _Node, deciding: str, others: list[str]) -> None:
         raise unenforced(path, surplus[0], advice, f" beside `{deciding}`")
     types = _types(path, schema) if "type" in schema else list(KEYWORDS_OF_TYPE)
     for value in values:
-        what = f"{_shown(value)} of `{deciding}` at {path}"
+        what = f"{shown(value)} of `{deciding}` at {path}"
         if not any(_has_type(value, name) for name in types):
             raise refusal(f"{what} is not {' or '.join(types)}; leave it out")
         if node.is_name and not isinstance(value, str):
@@ -454,7 +454,7 @@ def _texts_of_property(schema: dict[str, Any], name: Any) -> set[str] | None:
 def _mapping(path: str, schema: dict[str, Any], keyword: str) -> dict[str, Any]:
     value = schema.get(keyword, {})
     if not isinstance(value, dict):
-        raise refusal(f"`{keyword}` at {path} is {_shown(value)}; give it schemas by name")
+        raise refusal(f"`{keyword}` at {path} is {shown(value)}; give it schemas by name")
     return value
 
 
@@ -466,7 +466,7 @@ def _bounds(
     for keyword in (name for name in schema if name in BOUNDS):
         value = schema[keyword]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise refusal(f"`{keyword}` at {path} is {_shown(value)}; use a number")
+            raise refusal(f"`{keyword}` at {path} is {shown(value)}; use a number")
         if abs(value) > largest:
             raise unenforced(path, keyword, _LEAVE_OUT, f" beyond {largest:,}")
         is_lower = keyword in LOWER_BOUNDS
@@ -475,7 +475,10 @@ def _bounds(
         nearest = bound.quantize(step, ROUND_CEILING if is_lower else ROUND_FLOOR)
         if keyword.startswith("exclusive") and nearest == bound:
             nearest += step if is_lower else -step
-        (lows if is_lower else highs).append(nearest)
+        if is_lower:
+            lows.append(nearest)
+        else:
+            highs.append(nearest)
     return max(lows, default=None), min(highs, default=None)
 
 
@@ -512,7 +515,3 @@ def _read_divisor(path: str, divisor: Any, low: Decimal | None, high: Decimal | 
         raise unenforced(path, "multipleOf", advice, " beside bounds")
     if int(high) // divisor * divisor < low:
         raise refusal(f"no multiple of {divisor} lies between the bounds at {path}; widen them")
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value)[:80]

@@ -58,9 +58,9 @@ _LAST, _CARET = 0x10FFFF, ord("^")
 _ESCAPED_IN_JSON: Ranges = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
 _ENDS_OF_LINES: Ranges = [(0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029)]
 _SPACES: Ranges = [
-    *((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
-    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
-]
+    (0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A),
+    (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
+]  # fmt: skip
 _ESCAPED_SETS: dict[str, Ranges] = {
     "d": [(0x30, 0x39)],
     "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
@@ -108,7 +108,7 @@ def _read_format(path: str, schema: dict[str, Any]) -> None:
     if not isinstance(name, str) or name not in FORMATS:
         allowed = ", ".join(sorted([*FORMATS, *KEPT_FORMATS]))
         advice = f"leave it out, or use one of {allowed}"
-        raise unenforced(path, "format", advice, f"={json.dumps(name)[:80]}")
+        raise unenforced(path, "format", advice, f"={shown(name)}")
     schema["pattern"] = enforced_pattern(path, FORMATS[name])
     del schema["format"]
 
@@ -128,14 +128,17 @@ def enforced_pattern(path: str, pattern: Any) -> str:
     """
     if not isinstance(pattern, str):
         raise refusal(f"`pattern` at {path} is no text; give it a regular expression")
-    parts, place, can_repeat = [], 0, False
+    parts = []
+    place = 0
+    can_repeat = False
     while place < len(pattern):
         token = _TOKEN.match(pattern, place)
         if token is None:
             raise _unread(path, pattern[place], place, "write the pattern without it")
         if token[0] == "(" and pattern.startswith("(?", place):
             raise _unread(path, pattern[place : place + 3], place, "use ( or (?: for a group")
-        text, is_set = token[0], bool(token["class"] or token["atom"])
+        text = token[0]
+        is_set = bool(token["class"] or token["atom"])
         if token["anchor"]:
             is_outermost = place == 0 if text == "^" else token.end() == len(pattern)
             if not is_outermost:
@@ -171,7 +174,8 @@ def _written_out(token: re.Match[str]) -> str:
         return _literal(unescaped[0][0])
     # xgrammar takes a first ^ for a negation, escaped or not.
     characters = [(low, high) for low, high in unescaped if low != _CARET]
-    for _, high in (r for r in unescaped if r[0] == _CARET):
+    from_caret = [high for low, high in unescaped if low == _CARET]
+    for high in from_caret:
         if high > _CARET:
             characters.insert(0, (_CARET + 1, high))
         characters.append((_CARET, _CARET))
@@ -248,9 +252,13 @@ def count(path: str, schema: dict[str, Any], keyword: str) -> int:
     """Return a keyword's whole number of 31 bits, 0 where it is missing; refuse any other value."""
     value = schema.get(keyword, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        given = json.dumps(value)[:40]
-        raise refusal(f"`{keyword}` at {path} is {given}; use a whole number of 31 bits")
+        raise refusal(f"`{keyword}` at {path} is {shown(value, 40)}; use a whole number of 31 bits")
     return value
+
+
+def shown(value: Any, max_characters: int = 80) -> str:
+    """Return the beginning of a value's JSON, for an error."""
+    return json.dumps(value)[:max_characters]
 
 
 def unenforced(path: str, keyword: str, advice: str, where: str = "") -> InvalidRequestError:

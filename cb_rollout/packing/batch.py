@@ -11,6 +11,7 @@ own, B: rows, S: longest row, T: tokens of a row, A: axes of positions.
 """
 
 import hashlib
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -243,17 +244,23 @@ def fork_examples(rows: Sequence[PackedRow]) -> list[list[PackedRow]]:
     """
     if any(row.images is not None for row in rows):
         return []
-    one_token = [_with_completion(row, 2, 2) for row in rows[:2]]
-    return [one_token, [_with_completion(row, 3, None) for row in rows]]
+    one_token = [_cut(_lengthened(row, 2), 2) for row in rows[:2]]
+    more_tokens = [_lengthened(row, 3) for row in rows]
+    return [one_token, more_tokens]
 
 
-def _with_completion(row: PackedRow, least: int, most: int | None) -> PackedRow:
-    """Return a row whose completion is repeated to `least` tokens, and cut to `most`."""
-    num_repeats = -(-least // len(row.completion_ids))
+def _lengthened(row: PackedRow, least: int) -> PackedRow:
+    """Return a row whose completion is repeated until it has `least` tokens."""
     ids = list(row.completion_ids)
-    if num_repeats > 1:
+    if len(ids) < least:
+        num_repeats = math.ceil(least / len(ids))
         ids = (ids * num_repeats)[:least]
-    return row._replace(completion_ids=ids[:most], routes=None, sampling_mask=None)
+    return row._replace(completion_ids=ids, routes=None, sampling_mask=None)
+
+
+def _cut(row: PackedRow, most: int) -> PackedRow:
+    """Return a row with the first `most` tokens of its completion."""
+    return row._replace(completion_ids=row.completion_ids[:most])
 
 
 def pack(

@@ -370,7 +370,7 @@ def _remedy(inner: Any) -> str:
 
 
 def _forward_dtype(inner: Any) -> torch.dtype:
-    """Return the dtype whose rounding a forward has, of autocast around the call or inside it."""
+    """Return the dtype to whose rounding a forward is held: 16 bits under autocast."""
     device_type = next(inner.parameters()).device.type
     is_autocast = torch.is_autocast_enabled(device_type) or has_autocast(inner)
     return compute_dtype(inner, "bf16" if is_autocast else "no")

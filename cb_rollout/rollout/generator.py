@@ -478,10 +478,10 @@ def _kept_generator(
     """
     holder = vars(model).setdefault(GENERATOR_ATTRIBUTE, _PersistentGenerator())
     generator = holder.generator
-    if generator and generator.config == config and generator.tokenizer is tokenizer:
-        if generator.is_of(model):
-            generator.sync_weights()
-            return generator
+    has_settings = generator and generator.config == config and generator.tokenizer is tokenizer
+    if has_settings and generator.is_of(model):
+        generator.sync_weights()
+        return generator
     if generator:
         generator.close()
     holder.generator = RolloutGenerator(model, config, tokenizer=tokenizer)

@@ -63,17 +63,18 @@ class RolloutSaver:
                 run does not have.
             num_processes: processes of this run.
         """
-        self._folder, self._rank, self._num_processes = Path(folder), rank, num_processes
+        self._folder = Path(folder)
+        self._rank = rank
+        self._num_processes = num_processes
         self._count = 0
         self._earlier = self._own_files()
 
     def _own_files(self) -> list[Path]:
-        is_first, limit = self._rank == 0, self._num_processes
-        return [
-            path
-            for path in _files(self._folder)
-            if _rank_of(path) == self._rank or (is_first and _rank_of(path) >= limit)
-        ]
+        return [path for path in _files(self._folder) if self._looks_after(_rank_of(path))]
+
+    def _looks_after(self, rank: int) -> bool:
+        is_of_no_process = rank >= self._num_processes
+        return rank == self._rank or (self._rank == 0 and is_of_no_process)
 
     def require_own_folder(self) -> None:
         """Raise `ConfigurationError` if an earlier run saved here, and this one does not go on."""

@@ -34,7 +34,7 @@ from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.state import model_state
 
 if TYPE_CHECKING:
-    from cb_rollout.integrations.trl.rows.row_queue import RowQueue
+    from cb_rollout.integrations.trl.strategies.row_queue import RowQueue
     from cb_rollout.strategies import GroupCollector
 
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.

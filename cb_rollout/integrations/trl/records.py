@@ -81,9 +81,7 @@ class TrainerRecords:
         scored = zip(generated, rewards, strict=True)
         rewards_by_id = {row.id: reward for row, reward in scored}
         rewards_by_id.pop(UNKNOWN_ID, None)
-        # A row may be there twice.
-        numbers = {row.id: n for n, row in reversed([*enumerate(rows)]) if row.id in rewards_by_id}
-        for number in sorted(numbers.values())[: self._num_sequences]:
+        for number in _numbers_of(rows, rewards_by_id)[: self._num_sequences]:
             row = rows[number]
             pictures = images.get(row.name, ())[:MAX_IMAGES]
             self._pending[row.id] = SequenceRecord(
@@ -146,6 +144,15 @@ class TrainerRecords:
 
             log_token_table(self._untabled, step)
         self._untabled = []
+
+
+def _numbers_of(rows: Sequence[LossRow], rewards_by_id: Mapping[int, float]) -> list[int]:
+    """Return the place of each rewarded row in a batch, which may have the row twice."""
+    numbers: dict[int, int] = {}
+    for number, row in enumerate(rows):
+        if row.id in rewards_by_id:
+            numbers.setdefault(row.id, number)
+    return list(numbers.values())
 
 
 def _row_advantages(advantages: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

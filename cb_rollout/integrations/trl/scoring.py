@@ -148,7 +148,8 @@ class TrainerScoring:
         self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
         self._rows: list[LossRow] = []
         """Of the latest generation, in its order, until the batch is scored."""
-        self._is_scoring = self._masks_truncated = False
+        self._is_scoring = False
+        self._masks_truncated = False
         self._is_followed = False
         """True: TRL's own scoring has made rows of the batch that is scored."""
         self._loss_inputs: dict[str, Any] | None = None
@@ -172,7 +173,11 @@ class TrainerScoring:
         has_one_turn = len(outputs) == len(generated[0])
         in_order = has_one_turn and not has_tool_mask and not self._has_rollout_func
         rows = loss_rows(
-            *(generated, outputs, self._row_ids), is_in_order=in_order, replays=self._replays
+            generated,
+            outputs,
+            self._row_ids,
+            is_in_order=in_order,
+            replays=self._replays,
         )
         if self._may_generate_others:
             rows = [self._with_origin(row) for row in rows]
@@ -197,12 +202,16 @@ class TrainerScoring:
         return earlier or replace(row, id=UNKNOWN_ID)
 
     def calculate_rewards(self, inputs: list[Any], prompts: list[Any], *rest: Any) -> torch.Tensor:
-        """Replace `_calculate_rewards`, which TRL 1.16 has return the rows of all processes."""
+        """Replace `_calculate_rewards`: keep each row's weighted sum.
+
+        TRL 1.16 returns the rewards of all processes.
+        """
         rewards = self._calculate_rewards(inputs, prompts, *rest)
         weights = self._trainer.reward_weights.to(rewards.device)
         all_rewards = (rewards * weights).nansum(1).tolist()
         # In the order of the processes, each of which has as many rows.
-        accelerator, context = self._trainer.accelerator, self._backend.context
+        accelerator = self._trainer.accelerator
+        context = self._backend.context
         start = accelerator.process_index * len(prompts)
         # A trainer class may score several generations for one batch.
         num_before = len(context.rows) - len(self._rows)
@@ -236,7 +245,8 @@ class TrainerScoring:
         self._index.begin_rollout(trainer.model.training)
         is_masked = trainer.mask_truncated_completions
         self._masks_truncated = is_masked and self._corrects_ends
-        self._is_scoring, self._is_followed = True, False
+        self._is_scoring = True
+        self._is_followed = False
         try:
             # The trainer would mask by its own test of the last token.
             is_masked_by_trainer = is_masked and not self._corrects_ends
@@ -246,8 +256,10 @@ class TrainerScoring:
             if not self._is_followed:
                 self._finish(batch, rows)
         finally:
-            self._rows, self._asks_old_logprobs, context.collected = [], False, None
+            self._rows = []
+            self._asks_old_logprobs = False
             self._is_scoring = False
+            context.collected = None
         if self._token_advantages is not None:
             batch["advantages"] = self._per_token(self._token_advantages, batch, rows)
         batch[ROWS_KEY] = rows
@@ -277,16 +289,16 @@ class TrainerScoring:
     def _batch_of_trainer(self, inputs: list[Any]) -> dict[str, Any]:
         """Call the trainer's scoring, and follow TRL's own where a class of one's own calls it."""
         if not self._overrides_scoring:
-            return self._followed(self._trainer, inputs)
+            return self._score_by_stock(self._trainer, inputs)
 
         def scoring(trainer: Any, inputs: list[Any]) -> dict[str, Any]:
-            return self._followed(trainer, inputs)
+            return self._score_by_stock(trainer, inputs)
 
         # `super()` looks a method up in the class.
         with replacing([(self._stock, SCORING, scoring)]):
             return self._generate_and_score(inputs)
 
-    def _followed(self, trainer: Any, inputs: list[Any]) -> dict[str, Any]:
+    def _score_by_stock(self, trainer: Any, inputs: list[Any]) -> dict[str, Any]:
         """Score by TRL's own method; then rows are in the order of their generation."""
         batch = self._stock_scoring(trainer, inputs)
         if trainer is not self._trainer:
@@ -352,7 +364,11 @@ class TrainerScoring:
 
     def _are_truncated(self, rows: Sequence[LossRow]) -> torch.Tensor:
         ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
-        is_cut = [not row.is_stopped and not ends & {*row.completion_ids[-1:]} for row in rows]
+        is_cut = []
+        for row in rows:
+            last = row.completion_ids[-1] if row.completion_ids else None
+            has_end = last is not None and last in ends
+            is_cut.append(not row.is_stopped and not has_end)
         return torch.tensor(is_cut, device=self._trainer.accelerator.device)
 
     def _correct_metrics(self, rows: Sequence[LossRow]) -> None:

@@ -90,7 +90,7 @@ def tokenizer_settings(tokenizer: Any) -> dict[str, str]:
         tokenizer.save_pretrained(name)
         for path in sorted(Path(name).rglob("*")):
             if path.is_file() and path.name != CHAT_TEMPLATE_FILE:
-                found[str(path.relative_to(name))] = _digest_of_file(path)
+                found[str(path.relative_to(name))] = _digest_of_settings_file(path)
     return found
 
 
@@ -108,11 +108,18 @@ def digest_of_scorer(scorer: Any) -> str:
     return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
-def _digest_of_file(path: Path) -> str:
-    content = path.read_bytes()
-    if path.suffix == ".json":
-        content = json.dumps(_without_inert(json.loads(content))).encode()
-    return hashlib.sha256(content).hexdigest()
+def digest_of_file(path: Path) -> str:
+    """Hash the bytes of a file; `OSError`: it cannot be read."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of_settings_file(path: Path) -> str:
+    """Hash a file, a JSON one without its inert entries."""
+    if path.suffix != ".json":
+        return digest_of_file(path)
+    settings = _without_inert(json.loads(path.read_bytes()))
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
 def _without_inert(value: Any) -> Any:

@@ -156,9 +156,10 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         changed = list(_differences("", started_with, self._settings, kept))
         if not changed:
             return
-        if all(text.startswith(SCORE_SETTINGS) for text in changed):
+        if all(name in SCORE_SETTINGS for name, _ in changed):
             advice = f"set rescore=True to score all results again, {advice}"
-        why = f"was started with other settings: {abbreviated(changed, '; ')}"
+        texts = [text for _, text in changed]
+        why = f"was started with other settings: {abbreviated(texts, '; ')}"
         raise ConfigurationError(f"{self.path} {why}. Resume with the same, {advice}.")
 
     def _index(self, result: Mapping[str, Any]) -> None:
@@ -175,17 +176,21 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 
 def _differences(
     prefix: str, before: Mapping[str, Any], now: Mapping[str, Any], left_out: Collection[str] = ()
-) -> Iterator[str]:
-    """Yield a text for each setting that differs, those inside of settings by their paths."""
+) -> Iterator[tuple[str, str]]:
+    """Yield the path of each setting that differs, also inside of settings, and a text of it."""
     for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name), now.get(name)
-        # A row without its picture was an error; the picture may come later.
-        if old in (new, UNREADABLE) or name in left_out:
+        old = before.get(name)
+        new = now.get(name)
+        if old == new or name in left_out:
             continue
+        # A row without its picture was an error; the picture may come later.
+        if old == UNREADABLE:
+            continue
+        path = f"{prefix}{name}"
         if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(f"{prefix}{name}.", old, new)
+            yield from _differences(f"{path}.", old, new)
         else:
-            yield f"{prefix}{name} was {old!r:.60} and is {new!r:.60}"
+            yield path, f"{path} was {old!r:.60} and is {new!r:.60}"
 
 
 def _checked(result: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cb_rollout.engine.images.processor import image_parts, is_chat, picture_of
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 from cb_rollout.rollout.prompts import Encoded, encoded
+from cb_rollout.tools.dataset.identity import digest_of_file
 from cb_rollout.tools.dataset.options import DatasetOptions
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -158,16 +159,15 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
         for name in _picture_names(row):
             # A data URL stands in the row, and other URLs are never fetched.
             if not name.startswith(URLS) and name not in pictures:
-                pictures[name] = _digest_of_file(folder / name)
+                pictures[name] = _digest_of_picture(folder / name)
     if not labels:
         raise InvalidRequestError("the input has no rows.")
     return Survey(len(labels), digest.hexdigest(), pictures)
 
 
-def _digest_of_file(path: Path) -> str:
+def _digest_of_picture(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest_of_file(path)
     except (OSError, ValueError):
         return UNREADABLE
 

@@ -27,12 +27,14 @@ def test_a_process_takes_its_own_part_of_the_gathered_rewards(rank):
     # tests/distributed/test_saved.py holds the same on real processes.
     gathered_BF = torch.tensor([[float(row), 10.0 * row] for row in range(6)])
     accelerator = SimpleNamespace(process_index=rank, num_processes=3)
+    rows = ["a", "b"]
     scoring = SimpleNamespace(
         _calculate_rewards=lambda *_: gathered_BF,
+        _rows=rows,
         _trainer=SimpleNamespace(reward_weights=torch.tensor([1.0, 0.5]), accelerator=accelerator),
-        _backend=SimpleNamespace(context=SimpleNamespace()),
+        _backend=SimpleNamespace(context=SimpleNamespace(rows=[*rows], rewards=[], all_rewards=[])),
     )
-    TrainerScoring.calculate_rewards(scoring, [{}, {}], ["a", "b"], [], [])
+    TrainerScoring.calculate_rewards(scoring, [{}, {}], rows, [], [])
     context = scoring._backend.context
     assert context.rewards == [6.0 * row for row in (2 * rank, 2 * rank + 1)]
     assert context.all_rewards == [6.0 * row for row in range(6)]

@@ -1,1 +1,1 @@
-"""Rows of a trainer's batch: their records, how a row finds its own, and the order they come in."""
+"""Rows of a trainer's batch: their records, and how a row finds its own."""

@@ -99,12 +99,14 @@ class LossRow:
         )
 
     def was_sampled_by(self, version: int) -> bool:
-        """Return True if a token is of a policy version, or if no token's version is known.
+        """Return whether this policy version sampled a token of the row, or no token has a version.
 
         False for a row whose origin is not known.
         """
-        known = {own for own in self.versions if own is not None}
-        return self.id != UNKNOWN_ID and (not known or version in known)
+        if self.id == UNKNOWN_ID:
+            return False
+        sampled_versions = {own for own in self.versions if own is not None}
+        return not sampled_versions or version in sampled_versions
 
     @property
     def name(self) -> str:
@@ -263,7 +265,11 @@ def loss_rows(
         elif not is_grpo and spans:
             values = spans[0][2].logprobs[: len(completion_ids)]
         row = LossRow(
-            *(next(ids), prompt_ids, completion_ids, is_sampled, values),
+            id=next(ids),
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+            is_sampled=is_sampled,
+            logprobs=values,
             versions=[None] * len(completion_ids),
             # A token that was not sampled is its own only id: its log-probability is 0 and has no
             # gradient, and no loss counts it.

@@ -104,14 +104,14 @@ class RowIndex:
         num_taken: Counter[int] = Counter()
         for number, tokens in enumerate(_tokens_of(batch)):
             likely = [records[number] for records in suggested if len(records) == len(batch)]
-            found = next((row for record in likely if (row := record and tokens.cut(record))), None)
-            if found is None:
-                found = self._matched(tokens, suggested, num_taken)
-            if found is None:
+            row = _first_with_tokens(tokens, likely)
+            if row is None:
+                row = self._matched(tokens, suggested, num_taken)
+            if row is None:
                 length = tokens.num_completion_tokens
-                found = LossRow.unknown(tokens.prompt_ids, tokens.completion_ids[:length])
-            num_taken[found.id] += 1
-            rows.append(found)
+                row = LossRow.unknown(tokens.prompt_ids, tokens.completion_ids[:length])
+            num_taken[row.id] += 1
+            rows.append(row)
         return rows
 
     def _matched(
@@ -123,8 +123,8 @@ class RowIndex:
         for rollout in (self._latest, *self._earlier):
             for row in rollout.by_prompt.get(prompt, ()):
                 records.setdefault(row.id, row)
-        found: LossRow | None = None
-        found_rank: tuple[bool, int, int] | None = None
+        best: LossRow | None = None
+        best_rank: tuple[bool, int, int] | None = None
         for record in records.values():
             row = tokens.cut(record)
             if row is None or row.id == UNKNOWN_ID:
@@ -132,9 +132,21 @@ class RowIndex:
             num_tokens = len(row.completion_ids)
             is_whole = len(record.completion_ids) == tokens.num_completion_tokens == num_tokens
             rank = is_whole, num_tokens, -num_taken[row.id]
-            if found_rank is None or rank > found_rank:
-                found, found_rank = row, rank
-        return found
+            if best_rank is None or rank > best_rank:
+                best = row
+                best_rank = rank
+        return best
+
+
+def _first_with_tokens(tokens: _Tokens, records: Suggestions) -> LossRow | None:
+    """Return the first record of a row's tokens, cut to them; None: all are another row's."""
+    for record in records:
+        if record is None:
+            continue
+        row = tokens.cut(record)
+        if row is not None:
+            return row
+    return None
 
 
 def _tokens_of(batch: LossBatch) -> Iterable[_Tokens]:

@@ -2,7 +2,7 @@
 
 Owns the rows that one process still has to train in a pass over the data set, and what a checkpoint
 keeps of them. A strategy takes all its rows here; of the rows that the trainer's loader hands over,
-only the number counts. Refuses nothing and submits nothing. Called by the trainer, on its thread.
+only the number counts. Submits nothing. Called by the trainer, on its thread.
 """
 
 import itertools
@@ -32,7 +32,8 @@ class SamplerShare:
         self._num_generations = trainer.num_generations
         self._batch_size = args.generation_batch_size
         # TRL 1.16's sampler repeats a generation's rows for each forward that uses them.
-        self._num_repeats = args.steps_per_generation * trainer.num_iterations
+        self.num_repeats: int = args.steps_per_generation * trainer.num_iterations
+        """Forwards that use a generation."""
         self._process_index = trainer.accelerator.process_index
         self.num_processes: int = trainer.accelerator.num_processes
         self.num_prompts: int = self._batch_size // self._num_generations
@@ -59,7 +60,7 @@ class SamplerShare:
         batch = list(itertools.islice(self._indices, self._batch_size))
         if len(batch) < self._batch_size:
             return []
-        num_repeated = self._batch_size * (self._num_repeats - 1)
+        num_repeated = self._batch_size * (self.num_repeats - 1)
         deque(itertools.islice(self._indices, num_repeated), maxlen=0)
         rows = batch[:: self._num_generations]
         self.num_batches += 1
@@ -69,7 +70,7 @@ class SamplerShare:
         return rows[start : start + num_own]
 
     def skip_to(self, pass_number: int, num_batches: int) -> None:
-        """Pass over all generations before this one; from the start of the first pass."""
+        """Skip to a generation of a pass, from the start of the first pass."""
         while self.pass_number < pass_number:
             # A sampler draws its orders one after the other.
             deque(self._indices, maxlen=0)
@@ -78,13 +79,17 @@ class SamplerShare:
             self.next_batch()
 
     def skip(self, num_batches: int) -> None:
-        """Pass over as many generations, over the ends of passes too."""
+        """Skip so many generations, across the ends of passes."""
         for _ in range(num_batches):
             if not self.next_batch():
                 self.first_batch()
 
     def first_batch(self) -> list[int]:
-        """Begin the next pass, and return the process's rows of its first generation."""
+        """Begin the next pass, and return the process's rows of its first generation.
+
+        Raises:
+            ConfigurationError: the sampler has fewer rows than a generation.
+        """
         self.begin_pass()
         batch = self.next_batch()
         if not batch:
@@ -217,10 +222,11 @@ class RowQueue(Iterator[Prompt]):
 
     def states(self) -> list[dict[str, Any]]:
         """Return the state of every process's queue, for a checkpoint; all processes call this."""
-        trainer, share = self._trainer, self._share
+        trainer = self._trainer
+        share = self._share
         coming = [taken.index for taken in self._taken.values()]
         coming += self._coming
-        if trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations):
+        if trainer._step % share.num_repeats:
             # The rest of this generation is lost, so a resumed run samples it again.
             coming = self._batch.rows + coming
         state = QueueState(
@@ -248,19 +254,20 @@ class RowQueue(Iterator[Prompt]):
             return
         if saved is None:
             num_forwards = global_step * args.gradient_accumulation_steps
-            num_repeats = args.steps_per_generation * self._trainer.num_iterations
-            self._share.skip(num_forwards // num_repeats)
+            self._share.skip(num_forwards // self._share.num_repeats)
             return
         self._resume([QueueState(**state) for state in saved])
 
     def _resume(self, states: list[QueueState]) -> None:
-        share, first = self._share, states[0]
+        share = self._share
+        first = states[0]
         # Generates when the run that was stopped would have.
-        self._trainer._step, self._trainer._buffered_inputs = first.trainer_step, None
+        self._trainer._step = first.trainer_step
+        self._trainer._buffered_inputs = None
         num_before = first.num_batches * first.num_prompts
         share.skip_to(first.pass_number, num_before // share.num_prompts)
-        has_processes = len(states) == share.num_processes
-        if has_processes and share.num_prompts == first.num_prompts:
+        has_same_processes = len(states) == share.num_processes
+        if has_same_processes and share.num_prompts == first.num_prompts:
             own = states[self._trainer.accelerator.process_index]
             if share.checksum == own.checksum:
                 self._coming.extend(own.coming)

@@ -1,12 +1,12 @@
 """Choose the data set rows of a trainer's batch by a strategy.
 
-TRL fixes a batch's prompts before it generates. A strategy samples groups ahead, of the batch's
-rows and of others: the trainer scores those that were complete first. Or it replaces scored groups
-without an advantage: the trainer generates and scores others.
+TRL fixes a batch's prompts before it generates. A strategy samples groups ahead, of the sampler's
+next rows: the trainer scores those that were complete first. Or it replaces scored groups without
+an advantage: the trainer generates and scores others.
 
-Each data-parallel process samples ahead by itself, of its own share of the data set. Groups that a
-process has to spare after scoring go to the processes that lack some. Called by the trainer, on its
-thread.
+Each data-parallel process samples ahead by itself, of its own share of the sampler's rows. Groups
+that a process has to spare after scoring go to the processes that lack some. Called by the trainer,
+on its thread.
 """
 
 import math
@@ -27,8 +27,8 @@ from cb_rollout.integrations.trl.backend import (
     trains_split_model,
 )
 from cb_rollout.integrations.trl.on_policy import seam_of
-from cb_rollout.integrations.trl.rows.row_queue import Example, RowQueue
 from cb_rollout.integrations.trl.scoring import overrides_scoring
+from cb_rollout.integrations.trl.strategies.row_queue import Example, RowQueue
 from cb_rollout.metrics.registry import status_metrics
 from cb_rollout.rollout.distributed import deal
 from cb_rollout.rollout.generator import measured
