@@ -150,8 +150,10 @@ def _zero_parameters_of_adapters(
             if path.startswith("base_layer"):
                 continue
             for name, parameter in list(module._parameters.items()):
-                is_plain = parameter is not None and type(parameter) is torch.nn.Parameter
-                if not is_plain or id(parameter) in seen or not parameter.numel():
+                # Of a shard, or of quantised weights, the class is another.
+                if parameter is None or type(parameter) is not torch.nn.Parameter:
+                    continue
+                if id(parameter) in seen or not parameter.numel():
                     continue
                 seen.add(id(parameter))
                 if parameter.is_floating_point() and not parameter.any():

@@ -18,7 +18,7 @@ from cb_rollout.weights.tensor import plain_modules
 
 
 class Setting(NamedTuple):
-    """Where a setting is kept."""
+    """Place of a setting in a model."""
 
     path: str
     """Of the plain module that has it, or that reads the config which has it."""
