@@ -79,7 +79,7 @@ class Unseeded(GRPOTrainer):
         return sampler
 
 
-class OwnLoader(GRPOTrainer):
+class OtherLoader(GRPOTrainer):
     def get_train_dataloader(self):
         return super().get_train_dataloader()
 
@@ -265,8 +265,8 @@ def test_a_second_training_begins_anew(tmp_path):
 
 
 def test_a_loader_of_ones_own_is_refused(tmp_path):
-    trainer = tiny_trainer(tmp_path, trainer_class=OwnLoader)
+    trainer = tiny_trainer(tmp_path, trainer_class=OtherLoader)
     attach(trainer)
-    with pytest.raises(ConfigurationError, match="OwnLoader's own get_train_dataloader, whose"):
+    with pytest.raises(ConfigurationError, match="OtherLoader's own get_train_dataloader, whose"):
         use_strategy(trainer, DynamicSampling())
     detach(trainer)
