@@ -1,7 +1,7 @@
 """Identify the function that a model computes: its tensors, settings, configs and adapters.
 
 torch 2.11 to 2.13, transformers 5.17 to 5.23, PEFT 0.21. Two reads that are equal say that the
-model computed the same function of its weights both times. Changes nothing. Any thread may call.
+model computed the same function of its weights both times. Writes no tensor. Any thread may call.
 """
 
 import weakref
