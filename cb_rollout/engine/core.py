@@ -149,9 +149,14 @@ class Engine:
         self._identity = identity
 
     def follow(self, trained: torch.nn.Module) -> None:
-        """Take a training model that was wrapped anew, and check what its forward computes."""
+        """Take a training model that was wrapped anew, and check what its forward computes.
+
+        A copy is checked at its next sync.
+        """
         self.trained = trained
-        self._check_wrappers()
+        # A copy has the weights of the last sync: it is compared after the next.
+        if not self.runs_a_copy:
+            self._check_wrappers()
 
     def _check_wrappers(self) -> None:
         """Check the training model's own forward again if one of its wrappers changed."""
