@@ -28,7 +28,7 @@ def test_a_trainer_rolls_out_from_a_copy_that_follows_every_step(tmp_path, peft_
     assert generator.policy_version == 3
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
-    assert generator.manager.model is not generator.manager.engine.trained
+    assert generator.manager.engine.runs_a_copy
     generator.close()
 
 
@@ -95,7 +95,7 @@ def test_bf16_training_of_float32_weights_takes_a_copy_by_itself(tmp_path):
     assert len(logged(trainer, "eval_reward")) == 2
     assert generator.manager.engine.layout.layers[0].values.dtype == torch.bfloat16
     copy = generator.manager.model
-    assert copy is not generator.manager.engine.trained
+    assert generator.manager.engine.runs_a_copy
     assert copy.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     # bf16 rounds the padded batch of the trainer's forward otherwise than the row of a decode step.
