@@ -291,7 +291,8 @@ def _agreeing_layout(
     Both forwards go through the model's wrappers, which may compute something themselves. At
     temperature 1, over the vocabulary: a lower temperature multiplies the rounding.
     """
-    outermost, inner = hf_compat.trained_forward(model), hf_compat.unwrap(model)
+    outermost = hf_compat.trained_forward(model)
+    inner = hf_compat.unwrap(model)
     plain = {"temperature": 1.0, "sampling_mask": None}
     rows = [row._replace(**plain) for row in representative(rows)[1]]
     num_tokens = sum(row.num_tokens for row in rows)

@@ -170,7 +170,8 @@ class CopiedWeights(WeightSynchronizer):
         The copy has the modules that the model's config describes: tensors and settings are taken
         over, modules are not.
         """
-        now, before = module_classes(self._source), self._classes
+        now = module_classes(self._source)
+        before = self._classes
         replaced = [
             name for name in module_classes(self.module) if now.get(name) != before.get(name)
         ]

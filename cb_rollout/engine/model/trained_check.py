@@ -127,7 +127,8 @@ def _are_comparable(runner: ModelRunner, trained: torch.nn.Module) -> bool:
 
 def _refusal(trained: torch.nn.Module, difference: str) -> str:
     """Return the text of the error; `difference` says what the trained model's forward does."""
-    outermost, inner = hf_compat.trained_forward(trained), hf_compat.unwrap(trained)
+    outermost = hf_compat.trained_forward(trained)
+    inner = hf_compat.unwrap(trained)
     if outermost is inner:
         return (
             "the copy of the weights computes other log-probabilities than the training "
