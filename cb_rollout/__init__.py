@@ -41,10 +41,13 @@ if TYPE_CHECKING:
     from cb_rollout.rollout.audit.report import AuditReport as AuditReport
     from cb_rollout.rollout.generator import RolloutGenerator as RolloutGenerator
     from cb_rollout.rollout.generator import generate_batch as generate_batch
+    from cb_rollout.rollout.installed import install as install
+    from cb_rollout.rollout.installed import uninstall as uninstall
     from cb_rollout.rollout.saved import SavedRollouts as SavedRollouts
     from cb_rollout.types import FinishReason as FinishReason
     from cb_rollout.types import GenerationOutput as GenerationOutput
     from cb_rollout.types import RequestStatus as RequestStatus
+    from cb_rollout.types import ScoredText as ScoredText
     from cb_rollout.types import SyncReport as SyncReport
 
 __version__ = "0.3.0"

@@ -49,18 +49,18 @@ class ConfigurationError(RolloutError, ValueError):
 
 
 class InvalidRequestError(RolloutError, ValueError):
-    """A request that could never be served; raised in the caller, before anything is queued."""
+    """A request that can never be served; raised in the caller, before anything is queued."""
 
 
 class QueueFullError(RolloutError, queue.Full):
-    """`max_queue_size` requests are waiting already; the new one was not queued."""
+    """`max_queue_size` requests are already waiting; the new one was not queued."""
 
 
 class IncompleteRolloutError(RolloutError, RuntimeError):
-    """Some sequences of a batch could not be produced.
+    """Some sequences of a batch failed.
 
     Attributes:
-        outputs: delivered sequences by request id, the failed ones included.
+        outputs: delivered outputs by request id, including the failed ones.
     """
 
     def __init__(self, message: str, outputs: Mapping[str, GenerationOutput]) -> None:
@@ -69,7 +69,7 @@ class IncompleteRolloutError(RolloutError, RuntimeError):
 
 
 class OutOfCacheMemoryError(RolloutError, MemoryError):
-    """The KV cache cannot hold what was asked of it."""
+    """The device has no memory for a KV cache, or the cache is too small for a sequence."""
 
 
 class EngineDeadError(RolloutError, RuntimeError):
@@ -81,14 +81,15 @@ class WeightSyncError(RolloutError, RuntimeError):
 
 
 class ToolTimeoutError(RolloutError, TimeoutError):
-    """A tool or an environment took too long; its conversation alone is told so."""
+    """A tool or an environment took too long; only its own conversation gets the error."""
 
 
 class LogprobDriftError(RolloutError, ArithmeticError):
-    """Sampled log-probabilities differ from the trainer's forward by more than was allowed.
+    """Sampled log-probabilities differ from the trainer's by more than `max_logprob_drift`.
 
     Attributes:
-        report: the audit of the sequences that differ; None: none was made, or on another process.
+        report: the audit of the sequences that differ; None: there was no audit, or another process
+            made it.
     """
 
     def __init__(self, message: str, report: "AuditReport | None" = None) -> None:

@@ -5,10 +5,10 @@ task is the CPU demo's: "7*2-5+8" is to be worked out as "7*2=14-5=9+8=17", and 
 number is rewarded.
 
 Launch:   python recipes/accelerate_grpo.py
-          accelerate launch --cpu --num_processes 2 recipes/accelerate_grpo.py
+          torchrun --nproc-per-node 2 recipes/accelerate_grpo.py
 Hardware: two CPU cores or GPUs, 1 GiB of memory a process, no network
 Minutes:  about two
-Prints last:
+Prints first the number of processes, and last:
 
     held-out accuracy 54.7% -> 90.6%
 """
@@ -110,7 +110,9 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=600, help="supervised steps")
     parser.add_argument("--max-steps", type=int, default=40, help="GRPO steps")
     args = parser.parse_args()
-    accelerator = Accelerator()
+    # Without cpu=True, processes that torchrun starts on a machine without a GPU train alone.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    accelerator.print(f"processes: {accelerator.num_processes}", flush=True)
     torch.manual_seed(0)
     rng = random.Random(0)
     model = create_model().to(accelerator.device)
@@ -150,6 +152,7 @@ def main() -> None:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            generator.record(outputs, rewards, advantages.flatten(), output_dir="runs/accelerate")
             generator.sync_weights()
             mean_reward = accelerator.reduce(rewards.mean(), "mean")
             accelerator.print(f"step {step + 1}: reward {mean_reward:.2f}", flush=True)

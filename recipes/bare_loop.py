@@ -141,6 +141,7 @@ def main() -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            generator.record(outputs, rewards, advantages.flatten(), output_dir="runs/bare_loop")
             generator.sync_weights()
             print(f"step {step + 1}: reward {rewards.mean():.2f}", flush=True)
         after = rolled_out(held_out, 1)[1].mean()

@@ -75,6 +75,7 @@ def main() -> int:
             report_to=args.report_to,
         ),
     )
+    trainer.accelerator.print(f"processes: {trainer.accelerator.num_processes}", flush=True)
     config = cb_rollout.RolloutConfig(max_memory_percent=args.max_memory_percent)
     with cb_rollout.attach(trainer, config):
         trainer.train()

@@ -112,6 +112,7 @@ def main() -> int:
             report_to=args.report_to,
         ),
     )
+    trainer.accelerator.print(f"processes: {trainer.accelerator.num_processes}", flush=True)
     with cb_rollout.attach(trainer, cb_rollout.RolloutConfig(tool_timeout_seconds=60)):
         trainer.train()
     trainer.save_model()

@@ -128,6 +128,7 @@ def main() -> int:
             report_to=args.report_to,
         ),
     )
+    trainer.accelerator.print(f"processes: {trainer.accelerator.num_processes}", flush=True)
     with cb_rollout.attach(trainer):
         trainer.train()
     trainer.save_model()

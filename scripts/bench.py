@@ -91,7 +91,10 @@ WORKLOADS = {
     ),
     "profile": BenchCommand("benchmarks.profile", "where a rollout's time goes"),
     "bookkeeping": BenchCommand(
-        "benchmarks.profile", "what a decode step takes beside its forward"
+        "benchmarks.profile",
+        "what a decode step takes beside its forward, and exported by OpenTelemetry",
+        ("opentelemetry",),
+        "'cb_rollout[otel]'",
     ),
     "roofline": BenchCommand("benchmarks.roofline.machine", "what this machine can do at most"),
     "gpu_compiled": BenchCommand(

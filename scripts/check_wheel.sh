@@ -43,10 +43,10 @@ try_wheel() {
     step $'\n'"  import cb_rollout" "$bin/python" -c "import cb_rollout"
     step $'\n'"  cb-rollout env --json" "$bin/cb-rollout" env --json
     step $'\n'"  cb-rollout doctor" "$bin/cb-rollout" doctor
-    step $'\n'"  a training, attached" "$bin/python" "$root/scripts/attach_once.py"
+    step $'\n'"  a training, attached" "$bin/python" "$root/tests/attach_once.py"
     step $'\n'"  cb-rollout demo" "$bin/cb-rollout" demo
     step $'\n'"  pip uninstall wandb" "$bin/pip" uninstall --yes wandb
-    step $'\n'"  a training, attached, without wandb" "$bin/python" "$root/scripts/attach_once.py"
+    step $'\n'"  a training, attached, without wandb" "$bin/python" "$root/tests/attach_once.py"
     echo
 }
 

@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.table import OURS, number_text, times_better, value_text
+from cb_rollout.config import compilation, reference
+from cb_rollout.config import generation_fields as fields_of_generation
 from cb_rollout.config.combinations import COMBINATIONS, described
-from cb_rollout.config.hf import COUNTERPARTS
+from cb_rollout.config.generation_fields import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.tools.cli import create_parser
-from costs_table import COSTS
-from metrics_table import METRICS
-from replay_table import REPLAYS, Replay
+from pages.costs_table import COSTS
+from pages.metrics_table import HISTOGRAMS, METRICS
+from pages.replay_table import REPLAYS, Replay
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
@@ -43,22 +45,23 @@ the same command.
 | 2 | the command could not run, or its options are wrong; a line on stderr gives the reason |
 | 130 | interrupted |
 
-| command | its problem, exit code 1 | `--json` prints |
+| command | exit code 1 means | `--json` prints |
 |---|---|---|
 | `demo` | a whole run did not learn what it should have | |
 | `generate` | some sequences failed; the others are in the output | the fields of `DatasetReport` |
-| `serve` | none: it ends with 0 after SIGTERM or Ctrl-C | |
-| `bench` | none | its record is JSON |
-| `report` | none | `path`, or with `--list` the `runs` |
-| `watch` | none | |
+| `serve` | never: it ends with 0 after SIGTERM or Ctrl-C | |
+| `tinker` | never: it ends with 0 after SIGTERM or Ctrl-C | |
+| `bench` | never | its record is JSON |
+| `report` | never | `path`, or with `--list` the `runs` |
+| `watch` | never | |
 | `audit` | rounding does not explain the numbers and tokens | `cause`, `sentence`, its evidence |
 | `doctor` | not usable on this machine, or not with this checkpoint | `is_usable`, `findings` |
 | `env` | none | versions, machine, variables |
 
-`--json` prints one object to stdout and changes no exit code. An error is a line on stderr, with
-`--json` too.
+`--json` prints one object to stdout and does not change the exit code. An error is a line on
+stderr, even with `--json`.
 
-For completion in a shell, run `pip install shtab`. Then
+For shell completion, run `pip install shtab`. Then
 `shtab --shell=bash --prog=cb-rollout cb_rollout.tools.cli.create_parser` prints the script for
 bash; zsh and fish work the same way.
 
@@ -70,9 +73,9 @@ CONFIGURATION_HEADER = """# Configuration
 Every field of `RolloutConfig`, from its help text. A field that cannot be honoured raises
 `ConfigurationError`; no field is ignored. `scripts/write_docs.py` writes this page.
 
-The fields of transformers' `ContinuousBatchingConfig` are taken under its names too: `page_size` is
-`block_size`, and `default_compile_level` 1 is
-`use_default_compile_configs=True`.
+The field names of transformers' `ContinuousBatchingConfig` work too, such as `page_size` for
+`block_size`. [Your own compile settings](gpu.md#your-own-compile-settings) explains how a
+`CompileConfig` is used.
 
 | field | default | meaning | cost, or when to change it |
 |---|---|---|---|
@@ -80,11 +83,19 @@ The fields of transformers' `ContinuousBatchingConfig` are taken under its names
 
 COMPATIBILITY_HEADER = """# What goes together
 
-These pairs of features are refused, by a `ConfigurationError` that names what to set.
-`scripts/write_docs.py` writes this page from `cb_rollout/config/combinations.py`.
+Search this page for a setting to see
 
-What a model type cannot do is in [Architectures](architectures.md); what a device cannot, in
-[GPU](gpu.md).
+- [which pairs of features are refused](#pairs-that-are-refused), by a `ConfigurationError` that
+  says what to set;
+- how each field of transformers' [GenerationConfig](#fields-of-transformers-generationconfig),
+  [ContinuousBatchingConfig](#fields-of-transformers-continuousbatchingconfig) and
+  [CompileConfig](#fields-of-transformers-compileconfig) is used, or why it is refused.
+
+For the limits of a model type see [Architectures](architectures.md), for those of a device
+[GPU](gpu.md). `scripts/write_docs.py` writes this page from `cb_rollout/config/combinations.py`,
+`generation_fields.py` and `reference.py`.
+
+## Pairs that are refused
 
 | feature | does not go with | the error |
 |---|---|---|
@@ -92,9 +103,10 @@ What a model type cannot do is in [Architectures](architectures.md); what a devi
 
 SAMPLING_HEADER = """# Sampling
 
-Every field of `SamplingParams`, from its help text, and the field of transformers'
-`GenerationConfig` that it corresponds to. A `GenerationConfig` that sets anything else raises
-`ConfigurationError`; no field is ignored. `scripts/write_docs.py` writes this page.
+This table has every field of `SamplingParams` with its help text, and the corresponding field of
+transformers' `GenerationConfig`. No field of a `GenerationConfig` is ignored: [What goes
+together](compatibility.md#fields-of-transformers-generationconfig) lists which ones are read, which
+are refused, and which have no effect. `scripts/write_docs.py` writes this page.
 
 ```python
 params = SamplingParams(temperature=0.8, repetition_penalty=1.1, stop="\\n\\n", max_new_tokens=256)
@@ -105,52 +117,89 @@ outputs = generator.generate_batch(prompts, sampling_params=params)
 |---|---|---|---|
 """
 
+GENERATION_FIELDS_HEADER = """
+## Fields of transformers' GenerationConfig
+
+How each field of transformers 5.17 to 5.24 is used. A refused field raises a `ConfigurationError`
+with the reason, unless it is None or at its neutral value. A name that transformers does not know
+is refused too. A generation config may also hold the fields of the next table, as
+`max_batch_tokens` in transformers' guide.
+
+| field | here | by what, or why |
+|---|---|---|
+"""
+
+BATCHING_FIELDS_HEADER = """
+## Fields of transformers' ContinuousBatchingConfig
+
+If a generation config holds such settings, in its `continuous_batching_config` or under their
+names, they fill what the `RolloutConfig` leaves at its default. Two different values of one setting
+are refused, and so is a call that asks for other settings than those of the running engine.
+
+| field | here | by what, or why |
+|---|---|---|
+"""
+
+COMPILE_FIELDS_HEADER = """
+## Fields of transformers' CompileConfig
+
+The fields of `decode_compile_config`, `varlen_compile_config`, and a generation config's
+`compile_config`. A value that `torch.compile` does not take is refused, and so is a forward that
+cannot be compiled, with the reason.
+
+| field | here | by what, or why |
+|---|---|---|
+"""
+
 SAMPLING_FOOTER = """
 ## Order
 
-The order is that of `generate`:
+Parameters apply in the order of `generate`:
 
-1. no placeholder of images, videos or sounds, except where `logit_bias` names it; `logit_bias`,
-   `sequence_bias`
+1. placeholders of images, videos and sounds are forbidden, unless `logit_bias` names them; then
+   `logit_bias` and `sequence_bias`
 2. repetition, presence and frequency penalties
 3. `no_repeat_ngram_size`, `bad_words`
-4. tokens that must not come yet: `min_new_tokens`, `min_length`, `begin_suppress_tokens`
+4. tokens that are forbidden at this position: `min_new_tokens`, `min_length`,
+   `begin_suppress_tokens`
 5. the forced first and last token
 6. `logits_processors`
-7. the grammar, which nothing can overrule
+7. the grammar, which no other parameter can override
 8. temperature, top-k, top-p, min-p
 
-Greedy decoding takes the most likely token before the temperature.
+Greedy decoding takes the most likely token after step 7; temperature does not matter.
 
-Two things differ from `generate`. A stop string is searched for in the completion alone, not
-across its border with the prompt. A stop string before `min_new_tokens` does not end the
+Two things differ from `generate`. A stop string must lie entirely in the completion; one that
+begins in the prompt does not count. A stop string before `min_new_tokens` does not end the
 sequence.
 
 ## Log-probabilities
 
-- `logprobs_mode="policy"`: log-probabilities, and those of `top_logprobs`, belong to the model's
+- `logprobs_mode="policy"`: log-probabilities, including `top_logprobs`, come from the model's
   own distribution at this temperature, over the whole vocabulary, before any other change to the
   logits. A trainer recomputes these.
-- `logprobs_mode="processed"`: they belong to the distribution that was sampled from, after all
-  steps above.
+- `logprobs_mode="processed"`: they come from the distribution that is sampled, after all steps
+  above.
 
-If the two differ, the policy-gradient ratio has a bias, which only the processed
-log-probabilities can measure.
+If these two distributions differ, the policy-gradient ratio is biased, and only the processed
+log-probabilities can measure the bias.
 
 ## Errors
 
-A processor or a grammar that raises, or a processor that returns anything but scores, fails its
-own request, with the fault in `error`. One that leaves no token to sample fails it too. Token ids
-outside the vocabulary raise in the caller. Several greedy sequences of one prompt are equal:
-`generate_batch` warns of it, strategies and the command line refuse it. An input that is too long,
-empty or not encodable raises before anything is generated; with `on_error="return"` it fails alone.
+- If a processor or a grammar raises, only its own request fails, with the reason in `error`. The
+  same happens if a processor returns anything but scores, or leaves no token to sample.
+- Token ids outside the vocabulary raise an error in the caller.
+- An input that is too long, empty or not encodable raises an error before anything is generated;
+  with `on_error="return"`, only that input fails.
+- Under greedy decoding, all sequences of a prompt are equal. `generate_batch` warns about this;
+  strategies and the command line refuse it.
 
 ## Grammars
 
-`grammar` takes any object with the methods of `cb_rollout.config.grammar.Grammar`. It makes one
-matcher for each sequence. The matcher fills a mask of the allowed next tokens, accepts the
-sampled token, and says when it is done. The extra `grammar` (`pip install 'cb_rollout[grammar]'`)
-brings xgrammar's:
+`grammar` takes any object with the methods of `cb_rollout.config.grammar.Grammar`. The grammar
+creates one matcher per sequence. The matcher fills a mask of the allowed next tokens, accepts the
+sampled token, and says when it is done. For xgrammar, install the extra `grammar`
+(`pip install 'cb_rollout[grammar]'`):
 
 ```python
 from cb_rollout.integrations.xgrammar import XGrammar
@@ -161,31 +210,32 @@ outputs = generator.generate_batch(prompts, sampling_params=SamplingParams(gramm
 
 ### JSON schemas
 
-Each keyword of a JSON schema is enforced, or refused before a token is sampled: the
-`InvalidRequestError` names the keyword, its path in the schema, and what to do. `strict` of the
-server's `response_format` changes nothing. xgrammar by itself ignores many keywords, so cb_rollout
-holds a list of what xgrammar 0.2.8 enforces (`cb_rollout/integrations/json_schema.py`), and
-rewrites what it enforces only partly:
+Each keyword of a JSON schema is either enforced, or refused before a token is sampled: an
+`InvalidRequestError` names the keyword, its path in the schema, and what to do. `strict` in the
+server's `response_format` changes nothing. xgrammar alone ignores many keywords. So cb_rollout
+has a list of the keywords that xgrammar 0.2.8 enforces (`cb_rollout/integrations/json_schema.py`),
+and rewrites those that it enforces only in part:
 
 - Lengths, patterns and the formats `date`, `time`, `date-time`, `email`, `hostname` and `ipv4`
   become patterns of characters that JSON does not escape. These formats are narrower than the
-  standard: no leap seconds, no quoted names, years 1000 to 2999. `duration`, `ipv6`, `uri`,
-  `uri-reference`, `uri-template` and `uuid` are xgrammar's. Other formats are refused.
-- A pattern has to match the whole string. It has no `^` and `$` but at its ends, no assertions
-  and no escapes but classes, punctuation and `\\uXXXX`.
-- An object has no property but those that `properties`, `patternProperties`, `propertyNames` or
-  `additionalProperties` allow, in the order of the schema.
-- A number with bounds has at most 6 decimals. Where no such number lies between them, they are
+  standard: no leap seconds, no quoted names, years 1000 to 2999. For `duration`, `ipv6`, `uri`,
+  `uri-reference`, `uri-template` and `uuid`, xgrammar's own patterns are used. Other formats are
   refused.
-- A keyword needs its `type`, and stands beside no `$ref`, `const`, `enum`, `anyOf`, `oneOf` or
-  `allOf`, which xgrammar reads alone. `type` may stand beside `const` and `enum`.
-- The branches of `oneOf` need types or texts of their own, or a required property with texts of
-  its own.
+- A pattern must match the whole string. `^` and `$` are allowed only at its ends. Assertions are
+  not allowed; the only escapes are classes, punctuation and `\\uXXXX`.
+- An object has only the properties that `properties`, `patternProperties`, `propertyNames` or
+  `additionalProperties` allow, in the order of the schema.
+- A number with bounds has at most 6 decimals. If no such number lies between the bounds, they are
+  refused.
+- A keyword needs its `type`. It cannot be combined with `$ref`, `const`, `enum`, `anyOf`, `oneOf`
+  or `allOf`, because xgrammar would then ignore it. `type` may be combined with `const` and `enum`.
+- The branches of `oneOf` must differ in type, in their strings, or in the strings of a required
+  property.
 - `title`, `description`, `default`, `examples`, `deprecated`, `readOnly`, `writeOnly`,
-  `$comment`, `$schema`, `$defs`, `definitions`, `discriminator`, and `$id` at the root, assert
-  nothing and are taken.
+  `$comment`, `$schema`, `$defs`, `definitions`, `discriminator`, and `$id` at the root restrict
+  nothing and are accepted.
 
-`python scripts/measure_json_schema.py` compares xgrammar by itself, as cb_rollout uses it, and
+`python scripts/measure/json_schema.py` compares xgrammar alone, xgrammar as cb_rollout uses it, and
 llguidance 1.9.1 on texts that obey a schema and texts that do not:
 
 | keyword | xgrammar | cb_rollout | llguidance |
@@ -275,59 +325,67 @@ On the JSON-Schema-Test-Suite for draft 2020-12, most of whose schemas name no t
 
 METRICS_HEADER = """# Metrics
 
-Every logged metric, from `scripts/metrics_table.py`; `scripts/write_docs.py` writes it.
+Every logged metric, from `scripts/pages/metrics_table.py`; `scripts/write_docs.py` writes it.
 
-- Under `attach`, metrics go through the trainer's own logger (wandb, TensorBoard, trackio), and
-  to `<output_dir>/cb_rollout/metrics.jsonl`.
-- `metrics()` of a `RolloutGenerator` or a `GroupCollector` returns them.
-- `cb-rollout report RUN [RUN]` draws one run, or two side by side; `cb-rollout watch RUN` one that
-  goes on.
-- wandb is used where the trainer's `report_to` names it, and needed nowhere else. TRL imports it
-  where it is installed.
-- `scripts/wandb_panels.py` makes the panels of a wandb workspace.
+- Under `attach`, the trainer's logger (wandb, TensorBoard, trackio) gets the metrics, and so does
+  `<output_dir>/cb_rollout/metrics.jsonl`.
+- In your own loop, `metrics()` of a `RolloutGenerator` or a `GroupCollector` returns them, and
+  `generator.record(...)` writes the same files, and logs nowhere else
+  ([Records of your own loop](observability.md#records-of-your-own-loop)).
+- `cb-rollout report RUN [RUN]` draws one run, or two side by side; `cb-rollout watch RUN` follows a
+  run.
+- wandb is used only if the trainer's `report_to` names it or, in your own loop, if it has a run. It
+  also gets the table `rollout/tokens` and the [histograms](#histograms). TRL imports wandb if it is
+  installed.
+- `scripts/pages/wandb_panels.py` creates the panels of a wandb workspace.
 
 """
 
 METRICS_FOOTER = """
-Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the distance of
+A histogram has 64 bins from the smallest value to the largest, over the sampled tokens that the
+loss counts. Under `attach` it covers the main process since its last log, whichever sequences are
+recorded; with `record` it covers all processes.
+
+Under `attach`, TRL also logs `sampling/sampling_logp_difference/{mean,max}`, the difference between
 sampled and old log-probabilities on every completion, and `sampling/importance_sampling_ratio/*`,
-the correction that follows. While the sampled ones are trusted (`old_logps`), the distance is
-that to the loss's own log-probabilities. `AsyncGRPOTrainer` logs `sample/staleness_*`,
-which is per completion, of its oldest token.
+the correction that follows from it. While the forward for old log-probabilities is skipped
+(`old_logps`), it is the difference to the loss's own. `AsyncGRPOTrainer` logs `sample/staleness_*`
+per completion, for its oldest token.
 """
 
 REPLAY_HEADER = """# What is compared with TRL
 
-Does a trainer learn with `attach` what it would learn without? `tests/training/test_replay.py`
-compares whole trainings, in every setting below:
+Does a trainer learn the same with `attach` as without it? `tests/training/test_replay.py`
+compares whole training runs, with every setting below:
 
-1. An attached trainer trains a tiny model on the CPU. The completions of each call of its generator
-   are recorded.
-2. A trainer of the same class, settings, data and seed trains without `attach`. `generate` of its
-   model returns the recorded completions of the prompts that it is given. Masks, rewards, old
-   log-probabilities, losses and optimizer steps are TRL's own.
-3. The final weights, and every metric that both log, are compared.
+1. An attached trainer trains a tiny model on the CPU, and the test records the completions of each
+   rollout.
+2. A trainer of the same class, with the same settings, data and seed, trains without `attach`. Its
+   model's `generate` returns the recorded completions of each prompt. TRL itself computes masks,
+   rewards, old log-probabilities, losses and optimizer steps.
+3. The test compares the final weights, and every metric that both trainers log.
 
-The results, in float32 where nothing else is said:
+The results, in float32 unless the row says otherwise:
 
-- *equal*: no weight differs by more than 2e-5 of the largest change of a weight, and no metric by
-  more than 5e-5, relatively, or in units of 0.1 where it is smaller. A stock trainer whose batches
-  are padded to another width (`pad_to_multiple_of`) ends up to 5e-6 away from itself. That is one
-  rounding of the largest weight.
-- *equal to padding*: weights and metrics differ by at most twice what another width moves them in a
-  stock trainer. bfloat16 rounds coarsely, and AdamW divides a gradient of rounding by its own size.
+- *equal*: no weight differs by more than 2e-5 times the largest change of any weight. No metric
+  differs by more than 5e-5, relative to its value or to 0.1, whichever is larger. For comparison,
+  padding a stock trainer's batches to another width (`pad_to_multiple_of`) moves its weights by up
+  to 5e-6, which is one rounding of the largest weight.
+- *equal to padding*: weights and metrics differ by at most twice as much as another padding width
+  moves them in a stock trainer. bfloat16 rounds coarsely, and AdamW divides a gradient's rounding
+  error by the gradient's own size.
 - *refused*: `attach` raises `ConfigurationError`.
-- *differs*: for the reason that follows. The test fails when the reason is gone.
+- *differs*: the row gives the reason. If the reason no longer holds, the test fails.
 
 | metric | not compared, because |
 |---|---|
-| `*runtime`, `*_per_second`, `step_time` | it is a time |
+| `*runtime`, `*_per_second`, `step_time` | it measures time |
 | `rollout/*` | only an attached trainer logs it ([Metrics](metrics.md)) |
-| `sampling/*` | TRL logs it only for another engine's completions; its ratios are 1 to rounding |
+| `sampling/*` | TRL logs it only for another engine's completions; our ratios are 1 to rounding |
 
-`tests/distributed/test_trl_replay.py` compares eight of the settings in two processes. Images are
-compared for themselves, by `tests/training/test_images.py`.
-`scripts/write_docs.py` writes this page from `scripts/replay_table.py`.
+`tests/distributed/test_trl_replay.py` compares eight of the settings in two processes, and
+`tests/training/test_images.py` compares training with images.
+`scripts/write_docs.py` writes this page from `scripts/pages/replay_table.py`.
 
 | setting | of the trainer | of `RolloutConfig` | result |
 |---|---|---|---|
@@ -361,15 +419,24 @@ WORKLOADS = {
     "grpo_step_400x16": "One GRPO step: 4 prompts of 400 tokens x 16 completions",
 }
 
-# The README shows these; the page on benchmarks shows all.
-WORKLOADS_OF_README = (
-    "64 chats",
-    "4 prompts of 1,000 tokens, 16 chats each",
-    "16 chats to 1,024 tokens",
-    "chat_step, 16 completions",
-    "chat_step, 64 completions",
-    "chat_step, 128 completions",
+# Rows of the README's table: what was measured, and beside which contender. The page on benchmarks
+# shows everything.
+RATIOS_OF_README = (
+    ("a GRPO step of 16 completions", "chat_step, 16 completions", "TRL generate"),
+    ("a GRPO step of 128 completions", "chat_step, 128 completions", "TRL generate"),
+    ("a rollout of 64 chats", "64 chats", "model.generate"),
+    ("a rollout of 64 chats", "64 chats", "transformers CB"),
+    ("a rollout of 64 chats", "64 chats", "vLLM 0.32.0"),
+    ("a rollout of 16 long chats", "16 chats to 1,024 tokens", "vLLM 0.32.0"),
 )
+
+# Names of contenders, for a reader who does not know the benchmarks yet.
+CONTENDER_NAMES = {
+    "TRL generate": "TRL's own path",
+    "model.generate": "transformers' `generate`",
+    "transformers CB": "transformers' continuous batching",
+    "vLLM 0.32.0": "vLLM 0.32",
+}
 
 # A record holds the versions of more packages.
 VERSIONS_SHOWN = ("torch", "transformers", "trl")
@@ -388,7 +455,52 @@ def compatibility() -> str:
     rows = sorted(
         f"| {pair.feature} | {pair.other} | {described(pair)} |" for pair in COMBINATIONS.values()
     )
-    return COMPATIBILITY_HEADER + "\n".join([*rows, ""])
+    pairs = COMPATIBILITY_HEADER + "\n".join([*rows, ""])
+    return pairs + generation_fields() + batching_fields() + compile_fields()
+
+
+def generation_fields() -> str:
+    """Return the table of the fields of transformers' `GenerationConfig`."""
+    rows = {
+        name: ("read", f"`SamplingParams({name}=...)`") for name in fields_of_generation.SAME_NAME
+    }
+    for name, ours in fields_of_generation.OTHER_NAME.items():
+        rows[name] = "read", f"`SamplingParams`: {ours}"
+    for name, reader in fields_of_generation.READ_ELSEWHERE.items():
+        rows[name] = "read", reader
+    for name, reason in fields_of_generation.NO_EFFECT.items():
+        rows[name] = "no effect", reason
+    for name, refusal in fields_of_generation.REFUSED.items():
+        rows[name] = "refused", f"{refusal.reason}; {refusal.advice}"
+    return GENERATION_FIELDS_HEADER + field_rows(rows)
+
+
+def batching_fields() -> str:
+    """Return the table of the fields of transformers' `ContinuousBatchingConfig`."""
+    helps = {field.name: field.metadata["help"] for field in dataclasses.fields(RolloutConfig)}
+    rows = {}
+    for name in reference.SAME_NAME:
+        rows[name] = "read", f"`RolloutConfig({name}=...)`. {helps[name]}"
+    for name, ours in reference.RENAMED.items():
+        rows[name] = "read", f"`RolloutConfig({ours}=...)`. {helps[ours]}"
+    for name, (values, reason) in reference.NO_COUNTERPART.items():
+        is_refused = values not in ((), (True, False))
+        rows[name] = "refused" if is_refused else "no effect", reason
+    return BATCHING_FIELDS_HEADER + field_rows(rows)
+
+
+def compile_fields() -> str:
+    """Return the table of the fields of transformers' `CompileConfig`."""
+    rows = {name: ("read", meaning) for name, meaning in compilation.FIELDS.items()}
+    for name, reason in compilation.FIELDS_WITHOUT_EFFECT.items():
+        rows[name] = "no effect", reason
+    return COMPILE_FIELDS_HEADER + field_rows(rows)
+
+
+def field_rows(rows: dict[str, tuple[str, str]]) -> str:
+    """Return the rows of a table of fields: name, what becomes of it, by what or why."""
+    lines = [f"| `{name}` | {fate} | {why} |" for name, (fate, why) in sorted(rows.items())]
+    return "\n".join([*lines, ""])
 
 
 def command_line() -> str:
@@ -446,10 +558,11 @@ def sampling() -> str:
 def metrics() -> str:
     """Return the page on metrics, with a table for each panel."""
     tables = []
-    for panel in dict.fromkeys(metric.panel for metric in METRICS):
+    listed = (*METRICS, *HISTOGRAMS)
+    for panel in dict.fromkeys(metric.panel for metric in listed):
         rows = [
             f"| `{m.name}` | {m.unit} | {m.meaning} | {m.advice} |"
-            for m in METRICS
+            for m in listed
             if m.panel == panel
         ]
         head = f"## {panel}\n\n| name | unit | meaning | when it moves |\n|---|---|---|---|\n"
@@ -490,6 +603,23 @@ def benchmark_tables(workloads: Iterable[str]) -> str:
         if workload in record.get("results", ())
     ]
     return "\n".join(tables)
+
+
+def ratio_table() -> str:
+    """Return the README's table: how much faster than each contender, from the recorded runs."""
+    records = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
+    lines = ["| workload | compared with | cb_rollout is |", "|---|---|---|"]
+    dates = set()
+    for measured, workload, contender in RATIOS_OF_README:
+        (record,) = [r for r in records if workload in r.get("results", ())]
+        contenders = record["results"][workload]
+        ratio = times_better(contenders[OURS], contenders[contender])
+        lines.append(f"| {measured} | {CONTENDER_NAMES[contender]} | {ratio:.1f}x as fast |")
+        dates.add(record["date"])
+    machine = f"{record['device']}, {record['threads']} threads, {', '.join(sorted(dates))}"
+    conditions = "SmolLM2-135M-Instruct in float32, medians of alternating repeats in one run"
+    note = f"<sub>{conditions}; {machine}.</sub>"
+    return "\n".join([*lines, "", note, ""])
 
 
 def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any]) -> str:
@@ -690,7 +820,7 @@ def with_agreement(text: str) -> str:
     return replaced(text, "agreement", table.rstrip())
 
 
-# Engines of `measure_audit.py`, as they are called.
+# Engines of `scripts/measure/audit.py`, as they are called.
 AUDITED_ENGINES = {
     "loop": "a plain loop",
     "ours": "this package",
@@ -794,10 +924,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    with_benchmarks = {
-        ROOT / "README.md": WORKLOADS_OF_README,
-        BENCHMARKS / "README.md": tuple(WORKLOADS),
-    }
     wanted = {
         ROOT / "docs" / "command_line.md": command_line(),
         ROOT / "docs" / "compatibility.md": compatibility(),
@@ -805,11 +931,12 @@ def main() -> int:
         ROOT / "docs" / "metrics.md": metrics(),
         ROOT / "docs" / "replay.md": replays(),
         ROOT / "docs" / "sampling.md": sampling(),
-        **{path: with_tables(path.read_text(), names) for path, names in with_benchmarks.items()},
     }
-    wanted[BENCHMARKS / "README.md"] = with_agreement(
-        with_gpu_model(wanted[BENCHMARKS / "README.md"])
-    )
+    readme = ROOT / "README.md"
+    wanted[readme] = replaced(readme.read_text(), "ratios", ratio_table())
+    benchmarks = BENCHMARKS / "README.md"
+    tables = with_tables(benchmarks.read_text(), WORKLOADS)
+    wanted[benchmarks] = with_agreement(with_gpu_model(tables))
     learning = ROOT / "docs" / "learning.md"
     wanted[learning] = with_learning(learning.read_text())
     audit = ROOT / "docs" / "audit.md"

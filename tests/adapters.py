@@ -1,4 +1,7 @@
-"""A tiny model with an adapter of each method that PEFT has, its weights far from their start."""
+"""Tiny models with an adapter of each method that PEFT has, or with several adapters.
+
+The adapters' weights are far from their start.
+"""
 
 import inspect
 from pathlib import Path
@@ -93,3 +96,42 @@ def _mixture(folder: Path) -> peft.PeftModel:
     model.config.use_cache = False
     config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=64, adapters=paths)
     return peft.get_peft_model(model, config)
+
+
+# Layers that tiny models of any family have some of.
+LAYERS = ("q_proj", "v_proj", "o_proj", "up_proj", "in_proj", "x_proj")
+
+
+def with_named_adapters(
+    family: str, dtype: torch.dtype = torch.float32, vocab_size: int = 256, **settings: Any
+) -> peft.PeftModel:
+    """Return a model with LoRA adapters "one", "two" and "three", of which "one" is active.
+
+    `settings` are of the config of each adapter.
+    """
+    model = tiny_model(family, vocab_size).to(dtype)
+    linear = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    layers = sorted({name.rpartition(".")[2] for name in linear} & {*LAYERS})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted_model: Any = None
+        for name, rank in (("one", 4), ("two", 8), ("three", 2)):
+            config = peft.LoraConfig(
+                **{"task_type": "CAUSAL_LM", "r": rank, "target_modules": layers} | settings
+            )
+            if adapted_model is None:
+                adapted_model = peft.get_peft_model(model, config, adapter_name=name)
+            else:
+                adapted_model.add_adapter(name, config)
+        move(adapted_model)
+    return adapted_model.eval()
+
+
+@torch.no_grad()
+def move(model: torch.nn.Module, seed: int = 0) -> None:
+    """Change the weights of all LoRA adapters."""
+    draws = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens_delta")):
+            drawn = torch.randn(parameter.shape, generator=draws)
+            parameter.add_(drawn.to(parameter), alpha=0.1)

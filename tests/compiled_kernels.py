@@ -135,13 +135,13 @@ def main(capability):
     def compiled(kernel, grid):
         def launch(*args, **kwargs):
             binary = kernel.warmup(*args, grid=grid, **kwargs)
-            named = dict(zip(kernel.arg_names, args, strict=False))
+            named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
             made.append(
                 {
                     "kernel": kernel.__name__,
-                    "rows": args[0].shape[0],
+                    "rows": named[kernel.arg_names[0]].shape[0],
                     "stages": kwargs.get("num_stages"),
-                    "splits own keys": named.get("items") is not None and not kwargs["IS_SHARED"],
+                    "splits own keys": named.get("items") is not None and not named["IS_SHARED"],
                     "bytes": len(binary.asm["cubin"]),
                     "shared": binary.metadata.shared,
                     "wide copies": binary.asm["ptx"].count("cp.async.cg"),

@@ -32,6 +32,7 @@ class Autocasting:
 
     mixed_precision = "bf16"
     process_index = 0
+    num_processes = 1
     state = SimpleNamespace()
 
     def __init__(self, device):
@@ -108,7 +109,7 @@ def assert_captured(case, device, float32):
         outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
         path = generator.manager.decode_path
         weights = generator.manager.model.model.layers[0].self_attn.o_proj.weight
-        pages = generator.manager.engine.layout.layers[0].per_token
+        pages = generator.manager.engine.paged_model.layout.layers[0].per_token
         assert type(generator._weights) is kind
     assert CAPTURED in path, path
     is_half = is_autocast or change in (in_bfloat16, with_float32_head)
@@ -188,3 +189,56 @@ def assert_unpadded(device, dtype, monkeypatch):
     tolerance = ROUNDING if is_called else 1e-4
     for output, logprobs in zip(outputs, scores, strict=True):
         assert output.logprobs == pytest.approx(logprobs.tolist(), abs=tolerance)
+
+
+REAL_SHAPES = {"head 64": (14, 2, 64), "head 128": (16, 8, 128), "head 256": (8, 1, 256)}
+# Heads of queries and of keys, and the size of a head, of models that people train.
+
+SHAPE_PATHS = {
+    "kernels": {"use_cuda_graph": False},
+    "graphs": {"use_cuda_graph": True, "use_default_compile_configs": False},
+    "compiled": {"use_cuda_graph": True, "use_default_compile_configs": True},
+}
+
+
+def assert_real_shape(
+    shape,
+    path,
+    device,
+    *,
+    dtype=torch.bfloat16,
+    vocabulary=151_936,
+    prompt_lengths=(60, 960),
+    num_completions=8,
+    num_tokens=40,
+    num_rows=32,
+):
+    """A rollout has the log-probabilities of the model's own forward, up to its rounding.
+
+    Each group shares a prompt, of which the longer one is long enough to be cut. The arguments make
+    it small where an interpreter runs the kernels.
+    """
+    heads, key_heads, size = REAL_SHAPES[shape]
+    model = tiny_model(
+        vocab_size=vocabulary,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=size,
+        max_position_embeddings=2048,
+    )
+    config = RolloutConfig(seed=0, max_requests_per_batch=num_rows, **SHAPE_PATHS[path])
+    prompts = [[3 + 5 * place % (vocabulary - 3) for place in range(n)] for n in prompt_lengths]
+    params = SamplingParams(ignore_eos=True, max_new_tokens=num_tokens)
+    with RolloutGenerator(model.to(device, dtype), config) as generator:
+        decode_path = generator.manager.decode_path
+        assert decode_path.startswith("decode attention: triton"), decode_path
+        assert ("forwards: compiled" in decode_path) is (path == "compiled"), decode_path
+        assert (CAPTURED in decode_path) is (path != "kernels"), decode_path
+        outputs = generator.generate_batch(
+            prompts, sampling_params=params, num_return_sequences=num_completions
+        )
+        report = generator.verify(8)
+    assert len(outputs) == num_completions * len(prompts)
+    assert report.agreement, report

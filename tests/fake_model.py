@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.attention.triton.backend import KernelForms
+from cb_rollout.engine.cuda_graphs.decode_path import CudaGraphDecoding
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding
 from cb_rollout.engine.cuda_graphs.inputs import Line
+from cb_rollout.engine.decode.context import StepContext
+from cb_rollout.engine.decode.stepwise import StepwiseDecoding
 from cb_rollout.engine.executor import StepExecutor
 from cb_rollout.engine.kv_cache.paged import BlockTable
 from cb_rollout.engine.model.runner import BatchLayout
@@ -56,7 +60,7 @@ class FakeSampler:
         places = [(request.seed, request.num_generated) for request in requests]
         logprobs = [expected_logprob(index, version) for _, index in places]
         tokens = [expected_token(*place) for place in places]
-        results = HostSampled(tokens, logprobs, [True] * len(requests), [], [], [], [], [])
+        results = HostSampled(tokens, logprobs, [True] * len(requests))
         return self.append(requests, results, version)
 
     def append(self, requests, results, version):
@@ -91,6 +95,50 @@ class CheckedScheduler(Scheduler):
         return chosen
 
 
+class FakeOffloader:
+    """Keeps the keys of so many sequences, and of every third one none that come back."""
+
+    def __init__(self, model, room):
+        self.model, self.room, self.kept = model, room, {}
+        self.speeds = SimpleNamespace(record_prefill=lambda num_tokens, seconds: None)
+        self.num_restores = 0
+
+    def holds(self, request):
+        return request.seed in self.kept
+
+    def save(self, request, policy_version):
+        assert policy_version == self.model.version
+        if request.has_old_keys or not self.room:
+            return False
+        if len(self.kept) >= self.room:
+            self.kept[next(iter(self.kept))] = None
+        slots = [self.model.slot(request.table_row, i) for i in range(request.num_computed)]
+        self.kept[request.seed] = policy_version, [self.model.keys.get(slot) for slot in slots]
+        return True
+
+    def restore(self, request, policy_version):
+        kept = self.kept.pop(request.seed)
+        self.num_restores += 1
+        if kept is None or self.num_restores % 3 == 0:
+            return False
+        version, keys = kept
+        assert version == policy_version
+        size = self.model.limits.block_size
+        for position in range(request.num_computed, len(keys)):
+            block = request.block_ids[position // size]
+            self.model.keys[block, position % size] = keys[position]
+        request.num_computed = len(keys)
+        return True
+
+    def drop(self, request):
+        self.kept.pop(request.seed, None)
+
+    def clear(self):
+        self.kept.clear()
+
+    release = clear
+
+
 class FakeModel:
     """Runner and storage of one engine; a key is the policy, the set of rotary factors and all
     tokens that it depends on.
@@ -101,13 +149,23 @@ class FakeModel:
     device, batch_layout, attention_backend, is_split = CPU, BatchLayout.PADDED, None, False
     layout = SimpleNamespace(is_recurrent=False)
 
-    def __init__(self, limits, num_blocks, max_blocks, *, has_graphs=False, policy="fifo"):
+    def __init__(
+        self, limits, num_blocks, max_blocks, *, has_graphs=False, policy="fifo", host_room=0
+    ):
         self.limits, self.max_blocks = limits, max_blocks
         self.counters = EngineCounters()
         self.scheduler = CheckedScheduler(limits, self.counters, self.grow, policy)
-        parts = self.scheduler, self, FakeSampler(), self.counters
-        self.executor = StepExecutor(self, *parts, looks_ahead=True)
+        self.scheduler.offloader = FakeOffloader(self, host_room)
+        context = StepContext(
+            runner=self,
+            scheduler=self.scheduler,
+            storage=self,
+            token_sampler=FakeSampler(),
+            counters=self.counters,
+        )
         self.graphs = self._graphs() if has_graphs else None
+        path = self._graphed() if has_graphs else StepwiseDecoding(self)
+        self.executor = StepExecutor(context, path)
         self.requests, self.faults, self.num_ahead, self.error = [], [], 0, None
         self.cache = self
         self.reset(num_blocks)
@@ -118,7 +176,7 @@ class FakeModel:
         self.table = BlockTable(self.limits.max_requests, self.limits.block_size, CPU)
         self.scheduler.reset(self.limits)
         self.scheduler.pool.grow(num_blocks)
-        self.executor.reset(self.graphs)
+        self.executor.reset(self.executor.decode_path)
 
     def add(self, *requests):
         for request in requests:
@@ -130,6 +188,12 @@ class FakeModel:
     def cancel(self, request):
         request.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
         self.scheduler.retire(request)
+
+    def preempt_youngest(self):
+        """Preempt it as a decode step without blocks does."""
+        youngest = self.scheduler.running[-1]
+        self.scheduler._offload(youngest)
+        self.scheduler.preempt([youngest])
 
     def grow(self, count):
         now = self.scheduler.pool.num_blocks
@@ -216,6 +280,8 @@ class FakeModel:
         unfinished = [request for request in self.requests if not request.status.is_final]
         assert len(self.scheduler.waiting) == len(unfinished) - len(admitted)
         assert self.scheduler.has_work == bool(unfinished)
+        waiting = {request.seed for request in self.scheduler.waiting}
+        assert set(self.scheduler.offloader.kept) <= waiting
         for request in self.requests:
             assert request.num_computed <= request.num_tokens
             assert request.table_row != NO_TABLE_ROW or not request.block_ids
@@ -234,6 +300,8 @@ class FakeModel:
             find=lambda cache, table: None,
             is_cut=lambda lengths: False,
             rows_per_tile=3,
+            rows_that_share=3,
+            forms=KernelForms(),
             cache=SimpleNamespace(is_recurrent=False),
         )
         graphs = GraphedDecoding(
@@ -241,15 +309,20 @@ class FakeModel:
         )
         for key in graphs._row_keys:
             graphs.add(key, self.limits.block_size)
-        collect = self.executor._collect_pending
+        return graphs
+
+    def _graphed(self):
+        """Graphed steps, which count those that were launched ahead."""
+        path = CudaGraphDecoding(self, self.graphs, self.limits.block_size, looks_ahead=True)
+        launched = path.launched
 
         def counted():
-            collected = collect()
-            self.num_ahead += collected is not None
-            return collected
+            running = launched()
+            self.num_ahead += bool(running)
+            return running
 
-        self.executor._collect_pending = counted
-        return graphs
+        path.launched = counted
+        return path
 
     def replay(self):
         self.raise_error()

@@ -4,7 +4,7 @@ import torch
 
 from cb_rollout.engine.attention import selector
 from cb_rollout.engine.attention.triton import backend as triton_backend
-from cb_rollout.engine.cuda_graphs import graphs
+from cb_rollout.engine.cuda_graphs import graphs, ladder
 from cb_rollout.engine.cuda_graphs import selection as graph_choice
 from cb_rollout.engine.memory import device as devices
 
@@ -34,9 +34,16 @@ class Playback:
         return replay
 
 
+def graphs_of(generator):
+    """The CUDA graphs of a generator's engine; None: it has none."""
+    return getattr(generator.manager.engine.paged_model.decode_path, "graphs", None)
+
+
 def run_few_rows(monkeypatch):
     """Have engines capture steps of few rows by default: each runs, in an interpreter."""
     monkeypatch.setattr(devices, "max_requests_per_batch", lambda device: 4)
+    # A proof of each graph takes seconds there; `tests/invariants/test_proof.py` has its own.
+    monkeypatch.setattr(ladder, "PROVED_DEVICES", set())
 
 
 def pretend_cuda(monkeypatch):

@@ -1,4 +1,4 @@
-"""A disk that is full from one write on."""
+"""A disk that refuses all writes from one on, because it is full or for another cause."""
 
 import errno
 import io
@@ -16,7 +16,7 @@ class _File:
     def write(self, data):
         if not self._disk.has_room():
             self._file.write(data[: len(data) // 2])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self._disk.fault()
         return self._file.write(data)
 
     def __enter__(self):
@@ -33,8 +33,12 @@ class _File:
 class FullDisk:
     """Counts the writes, files and folders made under a folder, and refuses all from one on."""
 
-    def __init__(self, folder, first_refused):
+    def __init__(self, folder, first_refused, number=errno.ENOSPC):
         self._folder, self._first_refused, self.num_writes = Path(folder), first_refused, 0
+        self._number = number
+
+    def fault(self):
+        return OSError(self._number, os.strerror(self._number))
 
     def has_room(self):
         self.num_writes += 1
@@ -42,7 +46,7 @@ class FullDisk:
 
     def _require_room(self):
         if not self.has_room():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self.fault()
 
     @contextmanager
     def mounted(self, monkeypatch):

@@ -6,7 +6,7 @@ arrives when an event behind it is. A capture refuses every wait and every copy 
 Numbers are those of the CPU, under autocast too.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.engine.cuda_graphs import graphs, selection
+from cb_rollout.engine.cuda_graphs import graphs, qualification, selection
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -37,6 +37,12 @@ WAITS = {
     *(aten.unique_consecutive.default, aten.bincount.default, aten.repeat_interleave.Tensor),
 }
 # Operators whose result the host has to wait for.
+
+UNORDERED = {
+    *(aten.cumsum.default, aten.cumsum_.default, aten.histc.default, aten.bincount.default),
+    *(aten.kthvalue.default, aten.median.dim, aten.put.default, aten.put_.default),
+}
+# Operators of floats whose threads add, or write, in any order.
 
 GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 # Products of groups, which read on the host where each group ends, unless a kernel takes them.
@@ -124,6 +130,7 @@ class OnDevice(torch.Tensor):
 
 def run(func, args, kwargs):
     """Do an operator on host memory, and give back what it gives on the device that it runs on."""
+    refuse_if_unordered(func, args)
     given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
     here = [tensor for tensor in given if not isinstance(tensor, OnDevice) and tensor.dim()]
@@ -165,6 +172,15 @@ def run(func, args, kwargs):
         return args[0] if is_copied else result
     wrapped = tree_map_only(torch.Tensor, OnDevice, result)
     return return_and_correct_aliasing(func, args, kwargs, wrapped) if there else wrapped
+
+
+def refuse_if_unordered(func, args):
+    """What torch 2.11 to 2.13 refuses on a device under `use_deterministic_algorithms(True)`."""
+    if not torch.are_deterministic_algorithms_enabled() or func not in UNORDERED:
+        return
+    is_float = isinstance(args[0], OnDevice) and args[0].dtype.is_floating_point
+    if is_float:
+        raise RuntimeError(f"{func} does not have a deterministic implementation")
 
 
 def _has_fast_product(states):
@@ -248,6 +264,29 @@ class Pretended(TorchDispatchMode):
         return run(func, args, kwargs or {})
 
 
+class CurrentDevice:
+    """What `torch.cuda.device` does; kernels of Triton launch on the current device.
+
+    The thread's own is another one, as where a model is served from cuda:3.
+    """
+
+    index = 1
+
+    def __init__(self, device):
+        self.entered = torch.device(device).index
+
+    def __enter__(self):
+        self.before, CurrentDevice.index = CurrentDevice.index, self.entered
+
+    def __exit__(self, *raised):
+        CurrentDevice.index = self.before
+
+    @classmethod
+    def require(cls):
+        at = f"a kernel is launched on cuda:{cls.index}, and its tensors are on {DEVICE}"
+        assert cls.index == DEVICE.index, at
+
+
 class Stream:
     """Work in order; it follows the work of another stream up to what it waited for."""
 
@@ -304,8 +343,11 @@ class Event:
         self.num_copies = Pretended.num_copies
         self.launched = stream.followed | {stream: stream.num_launched}
 
-    def synchronize(self):
+    def query(self):
         Pretended.arrive(self.num_copies)
+        return True
+
+    synchronize = query
 
 
 class Allocator:
@@ -327,6 +369,11 @@ class Allocator:
     def reserved(self):
         return self.tensors + self.gaps + self.unused + self.pool
 
+    def snapshot(self):
+        """Its segments, as `torch.cuda.memory_snapshot` lists them."""
+        common = self.reserved - self.pool
+        return [_segment((0, 0), common, self.tensors), _segment((0, 1), self.pool, 0)]
+
     def empty_cache(self):
         self.unused = 0
 
@@ -338,6 +385,15 @@ class Allocator:
     def drop_graphs(self):
         self.unused += self.pool
         self.pool = self.largest = 0
+
+
+def _segment(pool, total_size, allocated_size):
+    return {
+        "device": DEVICE.index,
+        "segment_pool_id": pool,
+        "total_size": total_size,
+        "allocated_size": allocated_size,
+    }
 
 
 class CapturedThere(Playback):
@@ -353,6 +409,7 @@ class CapturedThere(Playback):
         Pretended.allocator.drop_graphs()
 
     def __call__(self, step):
+        CurrentDevice.require()
         step()
 
         def captured():
@@ -377,9 +434,9 @@ def pretend_device(monkeypatch, capability=(8, 0)):
     spoken = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
-        "device": lambda device: nullcontext(),
+        "device": CurrentDevice,
         "current_stream": lambda device=None: Stream.current,
-        "current_device": lambda: 0,
+        "current_device": lambda: CurrentDevice.index,
         "Event": Event,
         "Stream": Stream,
         "stream": on_stream,
@@ -392,6 +449,8 @@ def pretend_device(monkeypatch, capability=(8, 0)):
         ),
         "memory_reserved": lambda device=None: Pretended.allocator.reserved,
         "memory_allocated": lambda device=None: Pretended.allocator.tensors,
+        "memory_snapshot": lambda: Pretended.allocator.snapshot(),
+        "get_allocator_backend": lambda: "native",
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_capability": lambda device=None: capability,
@@ -403,6 +462,8 @@ def pretend_device(monkeypatch, capability=(8, 0)):
         monkeypatch.setattr(torch.cuda, name, said)
     monkeypatch.setattr(graphs, "CudaCapture", CapturedThere)
     monkeypatch.setattr(torch_compat, "varlen_attn", varlen_attn_of_grouped_heads)
+    # A child process would look for the device.
+    monkeypatch.setattr(qualification, "TRIED_DEVICES", set())
     # Inductor would compile for a device that is not there.
     monkeypatch.setattr(selection, "COMPILED_DEVICES", set())
     run_few_rows(monkeypatch)
@@ -411,6 +472,7 @@ def pretend_device(monkeypatch, capability=(8, 0)):
     def launched(self, *args, **kwargs):
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         assert all(isinstance(t, OnDevice) for t in tensors), "a kernel got a tensor of the host"
+        CurrentDevice.require()
         args, kwargs = tree_map_only(OnDevice, lambda t: t.held, (args, kwargs))
         return launch(self, *args, **kwargs)
 

@@ -59,19 +59,40 @@ class Script:
         self._opening = tokenizer("<|start|>assistant\n")["input_ids"]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        ids, size = input_ids[0].tolist(), len(self._opening)
-        starts = (
-            at for at in range(len(ids) - size, -1, -1) if ids[at : at + size] == self._opening
-        )
-        num_said = len(ids) - next(starts) - size
+        num_said = self._num_said(input_ids[0].tolist())
         forced = torch.full_like(scores, -torch.inf)
         forced[0, self._tokens[num_said]] = 0.0
         return forced
+
+    def _num_said(self, ids: list[int]) -> int:
+        size = len(self._opening)
+        starts = (
+            at for at in range(len(ids) - size, -1, -1) if ids[at : at + size] == self._opening
+        )
+        return len(ids) - next(starts) - size
 
 
 def let_say(generator: RolloutGenerator, text: str) -> None:
     """Force `text` as every later answer."""
     script = Script(byte_tokenizer(), text)
+    manager = generator.manager
+    manager.defaults = replace(manager.defaults, logits_processors=(script,))
+
+
+class Leaning(Script):
+    """A logits processor that prefers one text, where a grammar may allow another."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        num_said = self._num_said(input_ids[0].tolist())
+        token = self._tokens[min(num_said, len(self._tokens) - 1)]
+        preferred = scores.clone()
+        preferred[0, token] += 1000.0
+        return preferred
+
+
+def let_prefer(generator: RolloutGenerator, text: str) -> None:
+    """Prefer `text` as every later answer."""
+    script = Leaning(byte_tokenizer(), text)
     manager = generator.manager
     manager.defaults = replace(manager.defaults, logits_processors=(script,))
 
@@ -114,7 +135,7 @@ def num_sampled(generator: RolloutGenerator) -> int:
 
 def num_waiting(generator: RolloutGenerator) -> int:
     """Return the number of sequences that have not begun."""
-    return len(generator.manager.loop._inbox) + generator.manager.engine.num_waiting
+    return len(generator.manager.loop._inbox) + generator.manager.engine.status().requests_waiting
 
 
 def running(generator: RolloutGenerator, count: int) -> None:

@@ -4,6 +4,7 @@ import ast
 import builtins
 import dataclasses
 import inspect
+import math
 import queue
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from nightly import kept_by_day
 
 import cb_rollout
 from cb_rollout import errors
@@ -45,6 +47,7 @@ PUBLIC = [
     "RolloutGenerator",
     "SamplingParams",
     "SavedRollouts",
+    "ScoredText",
     "SyncReport",
     "ToolTimeoutError",
     "WeightSyncError",
@@ -55,9 +58,11 @@ PUBLIC = [
     "bitwise",
     "detach",
     "generate_batch",
+    "install",
     "make_agent_rollout",
     "make_rollout_func",
     "packed_logprobs",
+    "uninstall",
 ]
 
 REFERENCE_FIELDS = [
@@ -93,7 +98,18 @@ OWN_FIELDS = [
     "training_reserve_gib",
 ]
 
-SUBCOMMANDS = {"demo", "generate", "serve", "bench", "report", "watch", "audit", "doctor", "env"}
+SUBCOMMANDS = {
+    "demo",
+    "generate",
+    "serve",
+    "tinker",
+    "bench",
+    "report",
+    "watch",
+    "audit",
+    "doctor",
+    "env",
+}
 
 HOMELESS = {"utils", "common", "helpers", "misc"}
 # Names of modules that own no noun.
@@ -101,7 +117,11 @@ HOMELESS = {"utils", "common", "helpers", "misc"}
 # Of TRL a file for each of its trainers' ways.
 HOMES_OF_FRAMEWORK = {
     "trl": {"integrations/trl/upstream.py", "integrations/async_grpo/upstream.py"},
-    "wandb": {"integrations/wandb.py"},
+    "wandb": {"metrics/wandb.py"},
+    "opentelemetry": {
+        f"integrations/otel/{name}.py"
+        for name in ("delivery", "exporters", "instruments", "observer")
+    },
 }
 ONE_FILE_FRAMEWORKS = {"peft", "deepspeed", "fastapi"}
 
@@ -344,9 +364,22 @@ def test_the_commit_hooks_are_the_checks_of_the_script():
 
 
 def test_the_workflow_runs_what_a_contributor_runs():
+    script = (ROOT / ".ci" / "run").read_text()
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    commands = [step.get("run") for step in workflow["jobs"]["ci"]["steps"]]
-    assert commands[-1] == "bash .ci/run"
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = "\n".join(step.get("run", "") for step in steps)
+    run_here = re.findall(r'"\$root/(scripts/\S+)"( -m ".+")?', script)
+    assert len(run_here) == 3
+    assert all(f"{path}{tests}" in commands for path, tests in run_here)
+
+
+@pytest.mark.parametrize("num_cases", range(60))
+def test_ci_runs_the_square_root_of_a_tests_slow_cases(num_cases):
+    kept = kept_by_day(num_cases)
+    assert kept <= set(range(num_cases))
+    assert len(kept) == min(num_cases, max(2, math.ceil(math.sqrt(num_cases))))
+    if num_cases:
+        assert {0, num_cases - 1} <= kept
 
 
 def test_only_the_service_reaches_into_a_manager_its_engine_and_its_loop():

@@ -145,7 +145,7 @@ if "without" in sys.argv:
 @pytest.mark.slow
 @pytest.mark.parametrize("wandb", ["with", "without"])
 def test_a_trainer_is_attached_and_nothing_loads_wandb_for_it(wandb, tmp_path):
-    script = str(ROOT / "scripts" / "attach_once.py")
+    script = str(ROOT / "tests" / "attach_once.py")
     done = subprocess.run(
         [sys.executable, "-c", TRAINED, script, wandb],
         cwd=tmp_path,

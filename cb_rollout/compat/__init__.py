@@ -1,7 +1,7 @@
-"""Reach past public APIs, one file for each upstream; a function names the versions it was read in.
+"""Use private APIs, one file per upstream; a function names the versions whose source was read.
 
-A change upstream breaks one of these files, and no other; `cache` owns the user's folder for what
-upstream would keep in a folder that others can write, `lazy` the names that a package loads on
-first use, and `patching` what is replaced and restored. They import nothing of the package but its
-errors, and are called from every room above.
+An upstream change breaks only one of these files. `cache` owns the user's cache folder (upstream
+would use a folder that others can write), `lazy` loads a package's names on first use, and
+`patching` replaces and restores attributes. They import only the package's errors, and every room
+above calls them.
 """

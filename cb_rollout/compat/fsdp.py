@@ -1,4 +1,4 @@
-"""Reach past the public API of FSDP1, FSDP2 (torch 2.11 to 2.13) and DeepSpeed ZeRO-3 (0.18)."""
+"""Use private APIs of FSDP1, FSDP2 (torch 2.11 to 2.13) and DeepSpeed ZeRO-3 (0.18)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
 
 
 def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Return the shard behind each parameter that FSDP2 shows whole, by the parameter's id.
+    """Return the shard of each parameter that FSDP2 shows unsharded, by the parameter's id.
 
-    A forward leaves some whole until the next backward, cast to its compute dtype (torch 2.13).
+    A forward leaves some unsharded until the next backward, cast to its compute dtype (torch 2.13).
     """
-    return {
-        id(parameter._unsharded_param): parameter.sharded_param
-        for group in _fsdp_groups(model)
-        for parameter in group.fsdp_params
-        if hasattr(parameter, "_unsharded_param")
-    }
+    shards = {}
+    for group in _fsdp_groups(model):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                shards[id(parameter._unsharded_param)] = parameter.sharded_param
+    return shards
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def fsdp1_parameters(
 ) -> tuple[dict[int, Fsdp1Placement], dict[int, torch.Tensor]]:
     """Find the parameters of an FSDP1 model (torch 2.13).
 
-    Returns placements by parameters' ids, and parameters by the ids of what modules show of them.
+    Returns placements by parameter id, and parameters by the ids of the tensors that modules show.
     """
     placements: dict[int, Fsdp1Placement] = {}
     behind: dict[int, torch.Tensor] = {}
@@ -68,20 +68,20 @@ def fsdp1_parameters(
             continue
         if not unit._use_orig_params:
             raise ConfigurationError(
-                "FSDP1 with use_orig_params=False keeps no parameter of the model; set "
-                "use_orig_params=True, or shard with FSDP2 (fsdp_version: 2 in accelerate)."
+                "FSDP1 with use_orig_params=False replaces the model's parameters by flat ones; "
+                "set use_orig_params=True, or shard with FSDP2 (fsdp_version: 2 in accelerate)."
             )
         unit_bytes = sum(shape.numel() for shape in flat._shapes) * flat.element_size()
-        for parameter, info, shape in zip(
-            flat._params, flat._param_infos, flat._shapes, strict=True
-        ):
+        parts = zip(flat._params, flat._param_infos, flat._shapes, strict=True)
+        for parameter, info, shape in parts:
             placements[id(parameter)] = Fsdp1Placement(unit, unit_bytes, shape)
-            behind[id(getattr(info.module, info.param_name))] = parameter
+            shown = getattr(info.module, info.param_name)
+            behind[id(shown)] = parameter
     return placements, behind
 
 
 def fsdp_param_dtype(model: torch.nn.Module) -> torch.dtype | None:
-    """Return the dtype that FSDP casts parameters to for a forward (torch 2.13); None: no cast."""
+    """Return the dtype that FSDP casts parameters to in a forward (torch 2.13); None: no cast."""
     for unit in fsdp1_units(model):
         return unit.mixed_precision.param_dtype
     groups = list(_fsdp_groups(model))
@@ -96,7 +96,7 @@ def default_store() -> Store:
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return whether processes hold different parts of any parameter.
 
-    FSDP's modules may show whole parameters after a forward, so their class counts (torch 2.13).
+    FSDP modules may show whole parameters after a forward, so their class decides (torch 2.13).
     """
     if has_fsdp2(model) or fsdp1_units(model):
         return True
@@ -111,11 +111,13 @@ def has_fsdp2(model: torch.nn.Module) -> bool:
 def may_overlap(mesh: DeviceMesh) -> bool:
     """Return whether collectives of a mesh may be in flight together (torch 2.11 to 2.13).
 
-    Over gloo they may not: two of its threads free one string, and the heap is corrupt.
+    Over gloo they must not: two of its threads free the same string, which corrupts the heap.
     """
-    own = f"{mesh.device_type}:gloo"
-    configs = [distributed_c10d.get_backend_config(group) for group in mesh.get_all_groups()]
-    return not any(own in config.split(",") for config in configs)
+    gloo = f"{mesh.device_type}:gloo"
+    for group in mesh.get_all_groups():
+        if gloo in distributed_c10d.get_backend_config(group).split(","):
+            return False
+    return True
 
 
 def local_part(parameter: Any) -> torch.Tensor:
@@ -131,14 +133,18 @@ def is_zero3(tensor: Any) -> bool:
 
 
 def zero3_shape(tensor: Any) -> torch.Size:
-    """Return the whole shape of a ZeRO-3 parameter, whose own is empty (DeepSpeed 0.18)."""
+    """Return the unsharded shape of a ZeRO-3 parameter; its `shape` is empty (DeepSpeed 0.18)."""
     return torch.Size(tensor.ds_shape)
 
 
 def write_state(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's local part, and the writes to it that torch counted.
+    """Return the address of a tensor's local part, and the number of writes that torch counted.
 
-    torch counts no write through `.data`, and a write to a DTensor's shard on the shard.
+    torch does not count writes through `.data`, and counts writes to a DTensor's shard on the
+    shard.
     """
     local = local_part(tensor)
-    return local.data_ptr(), 0 if local.is_inference() else tensor._version + local._version
+    if local.is_inference():
+        # Torch counts no write to a tensor of inference mode.
+        return local.data_ptr(), 0
+    return local.data_ptr(), tensor._version + local._version

@@ -1,13 +1,13 @@
-"""Reach past torch's public API (2.11 to 2.13) to compile C++, and to trace and compile graphs.
+"""Use private APIs of torch (2.11 to 2.13) to compile C++, and to trace and compile graphs.
 
 `torch.utils.cpp_extension` needs ninja, Python's headers and torch's own; inductor's `CppBuilder`
 knows the compiler, the CPU's flags and torch's OpenMP. `torch.export` needs every input named and
 every mutation declared; `make_fx`, below it, records what runs. `torch.compile` would trace the
 graph again and check guards at each call; `standalone_compile` does neither.
 
-What is compiled lies in the user's `cache_folder`, and is loaded as code: a folder or a file that
-another user made or may write to is refused. Torch's own folder is named after the user among the
-temporary files, where any user of the machine may make it first.
+Compiled code is stored in the user's `cache_folder` and loaded from there, so a folder or a file
+that another user made or may write to is refused. Torch's default folder is in the temporary folder
+and named after the user, and any user of the machine could create it first.
 """
 
 import atexit
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._inductor import config as inductor_config
 from torch._inductor import cpp_builder, standalone_compile
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -47,8 +48,8 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def cache_folder(name: str = "") -> Path:
     """Return `$XDG_CACHE_HOME/cb_rollout`, else `~/.cache/cb_rollout`, or a folder in it.
 
-    Made if it is missing, for this user alone. `ConfigurationError`: another user made it or may
-    write to it, or it cannot be written.
+    Created if missing, accessible to this user only. Raises `ConfigurationError` if another user
+    made it or may write to it, or if it cannot be written.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (caches / "cb_rollout", caches / "cb_rollout" / name):
@@ -72,28 +73,39 @@ def require_own(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
         raise ConfigurationError(
-            f"{path} is of user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, so "
-            "another user may have written what would be loaded; remove it, or set XDG_CACHE_HOME "
-            "to a folder of your own."
+            f"{path} belongs to user {status.st_uid} and has mode "
+            f"{stat.S_IMODE(status.st_mode):o}, so another user may have written the code in it; "
+            "remove it, or set XDG_CACHE_HOME to a folder of your own."
         )
 
 
 def compiler_obstacle() -> str | None:
-    """Return why nothing can be compiled for a CPU; None: it can (torch 2.11 to 2.13)."""
+    """Return why C++ cannot be compiled on this machine; None if it can (torch 2.11 to 2.13)."""
     try:
         cpp_builder.get_cpp_compiler()
-    except Exception as error:  # noqa: BLE001  what it raises is the answer
-        return str(error)
+    except Exception:  # noqa: BLE001  whatever it raises, there is none
+        compilers = inductor_config.cpp.cxx
+        names = compilers if isinstance(compilers, list | tuple) else [compilers]
+        return f"tried {', '.join(str(name) for name in names if name)}"
     return None
 
 
-def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
+def compile_library(
+    source: str, *, contracts: bool = True, approve: Callable[[Path], None] | None = None
+) -> ctypes.CDLL:
     """Load C++ source, compiled now or by an earlier process (torch 2.11 to 2.13).
 
-    `contracts`: let the compiler join products and sums, in some loops and not in others. Raises
-    what the compiler raises; `ConfigurationError`: another user may have written the library.
+    Args:
+        source: the C++ source.
+        contracts: let the compiler join products and sums, in some loops and not in others.
+        approve: called with the library's path before this process loads it; what it raises is
+            raised.
+
+    Raises:
+        ConfigurationError: another user may have written the library.
+        Exception: what the compiler raises.
     """
-    with _own_folder() as folder:
+    with own_folder() as folder:
         options = cpp_builder.CppTorchDeviceOptions(
             vec_isa=pick_vec_isa(),
             device_type="cpu",
@@ -102,7 +114,7 @@ def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
         command = cpp_builder.CppBuilder("o", "i", options).get_command_line()
         path = folder / f"{hashlib.sha256(f'{command} {source}'.encode()).hexdigest()}.so"
         if not path.exists():
-            # Processes may compile it at once: each moves a whole file to its place.
+            # Several processes may compile it at once: each moves a complete file into place.
             with tempfile.TemporaryDirectory(dir=folder) as build:
                 text = Path(build) / "kernel.cpp"
                 text.write_text(source)
@@ -113,20 +125,22 @@ def compile_library(source: str, *, contracts: bool = True) -> ctypes.CDLL:
                 built.chmod(0o700)
                 built.replace(path)
         require_own(path)
-        return ctypes.CDLL(str(path))
+    if approve is not None:
+        approve(path)
+    return ctypes.CDLL(str(path))
 
 
-# Inductor reads the name of its folder from the environment, which threads share.
+# Inductor reads its folder from an environment variable, which all threads share.
 _COMPILING = threading.RLock()
 _FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @contextmanager
-def _own_folder() -> Iterator[Path]:
-    """Have inductor compile into, and load from, a folder of this user; yield the folder."""
+def own_folder() -> Iterator[Path]:
+    """Make inductor compile into, and load from, this user's cache folder; yield the folder."""
     with _COMPILING:
         try:
-            folder = cache_folder(f"compiled-{_machine()}")
+            folder = cache_folder(f"compiled-{machine_hash()}")
         except ConfigurationError as error:
             folder = _temporary_folder(str(error))
         before = os.environ.get(_FOLDER_VARIABLE)
@@ -140,10 +154,11 @@ def _own_folder() -> Iterator[Path]:
 
 
 @cache
-def _machine() -> str:
-    """Hash what compiled code depends on: machines of several kinds may share a home."""
+def machine_hash() -> str:
+    """Hash what compiled code depends on: different machines may share a home directory."""
     described = [platform.machine(), *platform.libc_ver(), torch.__version__]
-    if (cpus := Path("/proc/cpuinfo")).exists():
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists():
         names = ("model name", "flags", "Features", "CPU part")
         lines = cpus.read_text().splitlines()
         described += sorted({line for line in lines if line.startswith(names)})
@@ -152,8 +167,12 @@ def _machine() -> str:
 
 @cache
 def _temporary_folder(reason: str) -> Path:
-    """Make a folder that is kept until this process ends, and warn why."""
-    warnings.warn(f"Kernels are compiled for this process only: {reason}", stacklevel=2)
+    """Create a folder that lasts until this process ends, and warn why."""
+    warnings.warn(
+        "Compiled kernels are kept for this process only, so the next one compiles them again: "
+        f"{reason}",
+        stacklevel=2,
+    )
     folder = tempfile.mkdtemp(prefix="cb_rollout-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
@@ -184,18 +203,27 @@ def _output_of_grouped_product(
 class _AnyDtypeGrouped(TorchFunctionMode):
     """Trace torch's `_grouped_mm`, which transformers' experts call, as `grouped_product`.
 
-    Its CPU kernel takes float32, but its shape function refuses all but bfloat16 (torch 2.13).
+    Its CPU kernel takes float32, but its shape function accepts only bfloat16 (torch 2.13).
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_plain = len(args) == 2 and kwargs.get("offs") is not None
-        is_plain &= kwargs.get("bias") is None and kwargs.get("out_dtype") is None
-        if func is torch._grouped_mm and is_plain and (args[0].dim(), args[1].dim()) == (2, 3):
-            return torch.ops.cb_rollout.grouped_product(*args, kwargs["offs"])
+        if func is torch._grouped_mm and _is_plain_product(args, kwargs):
+            rows_BK, weights_GKN = args
+            return torch.ops.cb_rollout.grouped_product(rows_BK, weights_GKN, kwargs["offs"])
         return func(*args, **kwargs)
+
+
+def _is_plain_product(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of `_grouped_mm` only multiplies rows by stacked weights."""
+    if len(args) != 2 or kwargs.get("offs") is None:
+        return False
+    if kwargs.get("bias") is not None or kwargs.get("out_dtype") is not None:
+        return False
+    rows, weights = args
+    return rows.dim() == 2 and weights.dim() == 3
 
 
 def trace_graph(
@@ -203,8 +231,8 @@ def trace_graph(
 ) -> tuple[fx.GraphModule, bool]:
     """Trace a function of tensors of any leading size (torch 2.11 to 2.13).
 
-    Returns the graph of operators on inputs and weights, and whether it holds for some sizes only.
-    Raises an exception if the function reads the contents of a tensor.
+    Returns the graph of operators on inputs and weights, and whether it is valid for some sizes
+    only. Raises an exception if the function reads the contents of a tensor.
     """
     # torch 2.13 logs an error for a forward that cannot be traced.
     quiet = replacing([(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)])
@@ -231,17 +259,19 @@ _MERGED = (
 def merge_casts(graph: fx.Graph) -> None:
     """Merge equal casts and views of a traced graph, in place, unless an operator writes them.
 
-    Under autocast each of a layer's products casts the same rows. torch's own `fx_graph_cse` (2.13)
-    would merge tensors of which a later operator writes one.
+    Under autocast each of a layer's products casts the same rows. torch's `fx_graph_cse` (2.13)
+    would also merge tensors if a later operator writes to one of them.
     """
-    schemas = ((node, getattr(node.target, "_schema", None)) for node in graph.nodes)
-    writers = [node for node, schema in schemas if schema is not None and schema.is_mutable]
-    written = {_storage(tensor) for node in writers for tensor in node.all_input_nodes}
+    written: set[object] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            written.update(map(_storage, node.all_input_nodes))
     first: dict[object, fx.Node] = {}
     for node in graph.nodes:
         if node.target not in _MERGED:
             continue
-        if not written.isdisjoint(map(_storage, (node, *node.all_input_nodes))):
+        if _storage(node) in written or not written.isdisjoint(map(_storage, node.all_input_nodes)):
             continue
         equal = first.setdefault((node.target, node.args, node.kwargs), node)
         if equal is not node:
@@ -261,7 +291,7 @@ def fake_weight(graph: fx.Graph, weight: torch.Tensor) -> torch.Tensor:
 
 
 def call_function(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """Add a call of an operator to a traced graph, with its fake result (torch 2.11 to 2.13)."""
+    """Add an operator call to a traced graph, with its fake result (torch 2.11 to 2.13)."""
     node = graph.call_function(target, args)
     mode = graph.find_nodes(op="placeholder")[0].meta["val"].fake_mode
     with mode:
@@ -270,14 +300,14 @@ def call_function(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
 
 
 def propagate_fake_tensors(graph: fx.Graph) -> None:
-    """Give each node of a graph that was rewritten its fake result again (torch 2.11 to 2.13)."""
+    """Recompute the fake result of each node of a rewritten graph (torch 2.11 to 2.13)."""
     examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     propagation = FakeTensorProp(fx.GraphModule({}, graph), examples[0].fake_mode)
     propagation.propagate_dont_convert_inputs(*examples)
 
 
 def compile_graph(graph: fx.Graph) -> Callable[..., torch.Tensor]:
-    """Compile a traced graph of one output by inductor (torch 2.11 to 2.13)."""
+    """Compile a traced graph with one output by inductor (torch 2.11 to 2.13)."""
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0],),)
     compiled = compile_outputs(graph)
@@ -290,9 +320,14 @@ def compile_outputs(graph: fx.Graph) -> Callable[..., Sequence[torch.Tensor]]:
     # Compile in this process: workers would outlive a training run's forks. Round to 16 bits where
     # the model rounds, also inside of a fused kernel. A trace is tried before it is used, so its
     # calls skip the checks of sizes. The caller captures CUDA graphs itself.
-    patches = {"compile_threads": 1, "emulate_precision_casts": True, "triton.cudagraphs": False}
-    patches |= {"size_asserts": False, "alignment_asserts": False}
-    with torch.no_grad(), _own_folder():
+    patches = {
+        "compile_threads": 1,
+        "emulate_precision_casts": True,
+        "triton.cudagraphs": False,
+        "size_asserts": False,
+        "alignment_asserts": False,
+    }
+    with torch.no_grad(), own_folder():
         artifact = standalone_compile(
             fx.GraphModule({}, graph),
             examples,

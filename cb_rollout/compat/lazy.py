@@ -1,6 +1,6 @@
 """Load a package's public names on first use (PEP 562).
 
-The list of the names is the package's own imports for type checkers, under `if TYPE_CHECKING:`.
+The names are those that the package imports for type checkers, under `if TYPE_CHECKING:`.
 """
 
 import ast
@@ -11,17 +11,17 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__all__`, `__getattr__` and `__dir__` of the package that calls."""
+    """Return `__all__`, `__getattr__` and `__dir__` for the calling package."""
     module: Any = sys.modules[package]
     tree = ast.parse(module.__spec__.loader.get_source(package))
-    module_of = {
-        alias.name: node.module
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
+    module_of: dict[str, str] = {}
+    for block in tree.body:
+        if not isinstance(block, ast.If):
+            continue
+        for node in block.body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    module_of[alias.name] = node.module
 
     def load(name: str) -> Any:
         if name not in module_of:
@@ -30,4 +30,7 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any], Callable[
         setattr(module, name, value)
         return value
 
-    return sorted(module_of), load, lambda: sorted({*vars(module), *module_of})
+    def names() -> list[str]:
+        return sorted(set(vars(module)) | set(module_of))
+
+    return sorted(module_of), load, names

@@ -1,21 +1,28 @@
 """Identify the function that a model computes: its tensors, settings, configs and adapters.
 
-torch 2.11 to 2.13, transformers 5.17 to 5.23, PEFT 0.21. Two reads that are equal say that the
-model computed the same function of its weights both times. Writes no tensor. Any thread may call.
+torch 2.11 to 2.13, transformers 5.17 to 5.23, PEFT 0.21. If two reads are equal, the model computed
+the same function of its weights both times. This module also selects the active adapters
+temporarily. It writes no tensor. Any thread may call.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Number
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cb_rollout.compat.accelerate import forward_of
+from cb_rollout.compat.fsdp import write_state
+from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.rope import rewritten_frequencies
-from cb_rollout.compat.torch import own_hooks, plain_class
+from cb_rollout.compat.torch import named_hooks, plain_class
 from cb_rollout.compat.transformers import vocab_size
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 # Attributes that every module has, such as its hooks.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
@@ -46,6 +53,9 @@ _WITHOUT_EFFECT_IN_CONFIGS = _WITHOUT_EFFECT | {
     "use_cache",
 }
 
+# Attributes by which a module of PEFT says what it computes.
+_ACTIVE = ("_active_adapter", "_disable_adapters")
+
 # Standard deviation of what stands for zeros of an adapter.
 MOVED_SIZE = 0.1
 
@@ -56,9 +66,9 @@ _PLAIN = (Number, str, torch.dtype, type(None))
 def module_settings(module: torch.nn.Module) -> dict[str, object]:
     """Return the plain values that a module's forward may compute with, by attribute name.
 
-    Such are an epsilon, a number of experts and a window: numbers, strings, None, and lists, tuples
-    and dicts of them. Rates of dropout are left out, since evaluation has none, and so are the
-    private names of everything but adapters and private floats.
+    Examples are an epsilon, a number of experts and a window: numbers, strings, None, and lists,
+    tuples and dicts of them. Dropout rates are left out, because evaluation has none. Private names
+    are left out too, except those of adapters and those of floats.
     """
     if isinstance(module, torch.nn.Dropout):
         return {}
@@ -76,13 +86,12 @@ def module_settings(module: torch.nn.Module) -> dict[str, object]:
 
 
 def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that are plain attributes of a module, neither parameters nor buffers."""
-    attributes = vars(module).items()
-    return {
-        name: value
-        for name, value in attributes
-        if isinstance(value, torch.Tensor) and name not in _WITHOUT_EFFECT
-    }
+    """Return a module's tensors that are plain attributes: no parameters, no buffers."""
+    tensors = {}
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and name not in _WITHOUT_EFFECT:
+            tensors[name] = value
+    return tensors
 
 
 def config_values(config: PreTrainedConfig) -> dict[str, object]:
@@ -99,7 +108,7 @@ def config_values(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def _configs(model: torch.nn.Module) -> Iterator[PreTrainedConfig]:
-    """Yield each config that modules of a model read, once."""
+    """Yield each config that a model's modules read, once."""
     seen: set[int] = set()
     waiting: list[object] = [vars(module).get("config") for module in model.modules()]
     while waiting:
@@ -113,16 +122,138 @@ def _configs(model: torch.nn.Module) -> Iterator[PreTrainedConfig]:
 
 
 def is_adapter(module: torch.nn.Module) -> bool:
-    """Return whether PEFT (0.21) runs a layer: it keeps there which adapters are active."""
-    return "_disable_adapters" in vars(module)
+    """Return whether PEFT (0.21) runs a layer: it keeps there which adapters are active.
+
+    Some layers have the switch on their class, until it is first set.
+    """
+    return "_disable_adapters" in vars(module) or hasattr(type(module), "_disable_adapters")
+
+
+def adapter_names(model: torch.nn.Module) -> list[str]:
+    """Return the names of the adapters that PEFT's layers in a model have, sorted."""
+    names: set[str] = set()
+    for module in model.modules():
+        if is_adapter(module):
+            names |= module._get_available_adapters()  # type: ignore[operator]
+    return sorted(names)
+
+
+def merged_adapters(model: torch.nn.Module) -> list[str]:
+    """Return the names of the adapters that are merged into the weights in place, sorted."""
+    names: set[str] = set()
+    for module in model.modules():
+        if is_adapter(module):
+            names.update(module.merged_adapters)  # type: ignore[arg-type]
+    return sorted(names)
+
+
+@contextmanager
+def with_active_adapter(model: torch.nn.Module, name: str) -> Iterator[None]:
+    """Make only one adapter compute inside the block, as PEFT's `set_adapter` does.
+
+    `set_adapter` also changes which parameters train, which this leaves alone. A module or tokens
+    that PEFT trains beside adapters run as the base has them where the adapter has none of its own.
+    """
+    before: list[tuple[torch.nn.Module, dict[str, object]]] = []
+    try:
+        for module in model.modules():
+            if not is_adapter(module):
+                continue
+            attributes = vars(module)
+            before.append((module, {key: attributes[key] for key in _ACTIVE if key in attributes}))
+            # A module that is trained itself, and one of trained tokens, look up every name; other
+            # layers pass over those that they miss.
+            own = attributes.get("_adapters", attributes.get("token_indices"))
+            attributes["_disable_adapters"] = own is not None and name not in own
+            attributes["_active_adapter"] = [name]
+        yield
+    finally:
+        for module, values in before:
+            # Written in place, because a different order of the attributes is a different state.
+            vars(module).update(values)
+            for key in _ACTIVE:
+                if key not in values:
+                    del vars(module)[key]
+
+
+def with_wrappers_adapter(model: torch.nn.Module, name: str) -> AbstractContextManager[None]:
+    """Return a context in which PEFT's wrappers of a model treat an adapter as the active one.
+
+    A `PeftModel` computes what its own `active_adapter` needs, such as the offsets of an activated
+    LoRA, and does not ask its layers.
+    """
+    named: list[tuple[torch.nn.Module, str, str]] = []
+    for module in model.modules():
+        if hasattr(module, "peft_config") and "active_adapter" in vars(module):
+            named.append((module, "active_adapter", name))
+    return replacing(named)
+
+
+def rows_adapters(model: torch.nn.Module, names: Sequence[str | None]) -> list[str] | None:
+    """Return each row's adapter as PEFT names it; None if one forward cannot run them all.
+
+    LoRA layers can (`adapter_names` of PEFT 0.21). Modules that are trained in full cannot.
+
+    Args:
+        model: a model with layers of PEFT.
+        names: the adapter of each row; None: the active one.
+    """
+    active: set[tuple[str, ...]] = set()
+    for module in model.modules():
+        if not is_adapter(module):
+            continue
+        if "lora_A" not in module._modules or not hasattr(module, "_mixed_batch_forward"):
+            return None
+        is_off = bool(module._disable_adapters)
+        active.add(() if is_off else tuple(module.active_adapters))  # type: ignore[arg-type]
+    if None not in names:
+        return [name for name in names if name is not None]
+    if len(active) != 1:
+        return None
+    (of_layers,) = active
+    if len(of_layers) > 1:
+        return None
+    own = of_layers[0] if of_layers else "__base__"
+    return [own if name is None else name for name in names]
+
+
+@contextmanager
+def with_adapter_of_each_row(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Make PEFT's layers compute each row (along the first axis) with its own adapter.
+
+    Args:
+        model: a model with layers of PEFT.
+        names: what `rows_adapters` returned.
+    """
+    given = {"adapter_names": list(names)}
+
+    def name_rows(module: object, arguments: Any, named: dict[str, Any]) -> Any:
+        return arguments, named | given
+
+    handles: list[RemovableHandle] = []
+    switched_off: list[torch.nn.Module] = []
+    try:
+        for module in model.modules():
+            if not is_adapter(module):
+                continue
+            handles.append(module.register_forward_pre_hook(name_rows, with_kwargs=True))
+            if module._disable_adapters:
+                switched_off.append(module)
+                vars(module)["_disable_adapters"] = False
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in switched_off:
+            vars(module)["_disable_adapters"] = True
 
 
 @contextmanager
 def with_moved_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Have adapters that are still zero compute something, while a model is checked.
+    """Make adapters that are still zero have an effect, while a model is checked.
 
-    LoRA's second factor begins at zero, which hides what its layer, or a wrapper, does with it.
-    Parameters are exchanged for others and put back; none is written.
+    LoRA's second factor starts at zero, which hides any effect of its layer or of a wrapper.
+    Parameters are swapped for others and put back; none is written.
     """
     draws = torch.Generator().manual_seed(0)
     exchanged: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
@@ -163,7 +294,8 @@ def _zero_parameters_of_adapters(
 def model_settings(model: torch.nn.Module, *, with_adapters: bool = True) -> list[object]:
     """Return a value that changes with a setting of a module or a config.
 
-    Without `with_adapters` that of adapters is left out: which are active, and their scale.
+    Without `with_adapters`, the settings of adapters are left out: which are active, and their
+    scale.
     """
     settings: list[object] = []
     for module in model.modules():
@@ -175,12 +307,17 @@ def model_settings(model: torch.nn.Module, *, with_adapters: bool = True) -> lis
 
 
 def forward_identity(model: PreTrainedModel, *, is_autocast: bool = False) -> tuple[object, ...]:
-    """Return a value that changes when a model computes otherwise, or keeps other states, or may.
+    """Return a value that changes when a model has to be checked again.
 
-    accelerate 1.15 wraps `forward` on the instance, under autocast, when it prepares a model; keys
-    then arrive in another dtype, unless the model runs `below_accelerate` (`is_autocast`). A layer
-    that was added or replaced keeps states of its own. Left out are weights, and which adapters are
-    active.
+    It changes with the dtype, device, vocabulary, `forward` or a setting, and when a layer is added
+    or replaced, because a new layer caches its own states. It does not change with weights or
+    active adapters.
+
+    Args:
+        model: the model that generates.
+        is_autocast: True if the engine calls the forward that `below_accelerate` returns.
+            accelerate 1.15 replaces `forward` when it prepares a model, and the new one may change
+            the dtype of the keys. That counts as a change only if the engine calls the new one.
     """
     parameter = next(model.parameters())
     modules = tuple(weakref.ref(module) for module in model.modules())
@@ -199,19 +336,23 @@ def forward_identity(model: PreTrainedModel, *, is_autocast: bool = False) -> tu
 def module_code(model: torch.nn.Module) -> list[object]:
     """Return a value that changes with the class, the forward or the hooks of a module.
 
-    Left out is what accelerate, PEFT, TRL and others put there without changing what is computed.
+    Attributes that accelerate, PEFT, TRL and others add without changing results are left out.
     """
-    code: list[object] = [own_hooks(model)]
+    code: list[object] = [*named_hooks(model)]
     for module in model.modules():
         code.append((plain_class(module), forward_of(module)))
     return code
 
 
 def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object]:
-    """Return what a captured forward relies on, to be compared with what it relies on later.
+    """List everything that a captured forward depends on; a capture is void once the list differs.
 
-    These are modules, the functions that they run as `forward`, tensors' storages or addresses, and
-    settings, of adapters too.
+    The list has each tensor's place in memory, each module with the function that it runs as
+    `forward`, and all settings, those of adapters included.
+
+    Args:
+        model: the model whose forward is captured.
+        by_address: True: a tensor's place is its address; False: its storage and offset.
     """
     captured: list[object] = []
     for tensor in _tensors(model):
@@ -219,15 +360,52 @@ def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object
             captured.append(tensor.data_ptr())
         else:
             captured.append((tensor.untyped_storage()._cdata, tensor.storage_offset()))
+    return captured + captured_code(model)
+
+
+def captured_code(model: torch.nn.Module) -> list[object]:
+    """List what a captured forward ran: the part of `captured_weights` that is no tensor's place.
+
+    Args:
+        model: the model whose forward is captured.
+    """
+    captured: list[object] = []
     for module in model.modules():
         captured.append((weakref.ref(module), forward_of(module)))
     return captured + model_settings(model)
 
 
-def watched_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a model that decide what it computes, but those that forwards rewrite.
+class ComputedFunction:
+    """Notices when a model computes a different function than at the last check.
 
-    A forward rewrites the frequencies of a rotary embedding that follows the longest row.
+    Writes to weights or buffers, settings and the active adapters all change the function.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._seen: tuple[object, ...] | None = None
+
+    def forget(self) -> None:
+        """Treat the model's state at the next check as unchanged."""
+        self._seen = None
+
+    def has_changed(self, num_steps: int) -> bool:
+        """Return whether the function changed since the last check.
+
+        Args:
+            num_steps: steps of the model's optimizers so far; torch counts no write by a fused one.
+        """
+        writes = [write_state(tensor) for tensor in watched_tensors(self._model)]
+        now = (num_steps, writes, model_settings(self._model), module_code(self._model))
+        seen = self._seen
+        self._seen = now
+        return seen is not None and seen != now
+
+
+def watched_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that determine a model's results, except those that forwards rewrite.
+
+    Forwards rewrite the frequencies of a rotary embedding that depends on the longest row.
     """
     rewritten = {id(frequencies) for frequencies in rewritten_frequencies(model)}
     for tensor in _tensors(model):
@@ -243,7 +421,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _frozen(value: object) -> object:
-    """Return a plain value that a later write to a list or a dict does not change."""
+    """Return an immutable copy of a plain value."""
     if isinstance(value, dict):
         return tuple((name, _frozen(item)) for name, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""Replace the grouped product that experts run by, in transformers (5.17 to 5.23).
+"""Replace the grouped product that transformers' experts call (5.17 to 5.23).
 
 `experts_implementation="grouped_mm"`, transformers' default, calls torch's grouped product, sorted
 tokens by stacked weights. Torch (2.11 to 2.13) has a kernel for bfloat16 on compute capability 9
-and 10. Elsewhere it reads on the host where each group ends, so the step waits for the device and
-cannot be captured.
+and 10. Elsewhere torch reads the end of each group on the host, so the step waits for the device
+and cannot be captured.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,20 @@ _ROUTER_LOGITS = "output_router_logits"
 
 
 def without_router_logits(model: Any) -> dict[str, Any]:
-    """Return the argument that keeps a forward from a balancing loss that its config asks for.
+    """Return the argument that turns off the balancing loss that a model's config asks for.
 
-    That loss reads a mask of the rows, and generation needs none of it.
+    The loss would need a mask of the rows, and generation does not need the loss.
     """
-    is_asked = getattr(model.config.get_text_config(), _ROUTER_LOGITS, False)
-    is_asked = is_asked or getattr(model.config, _ROUTER_LOGITS, False)
-    is_argument = is_asked and _ROUTER_LOGITS in hf_compat.forward_argument_names(model)
-    return {_ROUTER_LOGITS: False} if is_argument else {}
+    configs = (model.config.get_text_config(), model.config)
+    if not any(getattr(config, _ROUTER_LOGITS, False) for config in configs):
+        return {}
+    if _ROUTER_LOGITS not in hf_compat.forward_argument_names(model):
+        return {}
+    return {_ROUTER_LOGITS: False}
 
 
 def waits_for_groups(weight: torch.Tensor) -> bool:
-    """Return whether torch's grouped product by this weight waits for the device."""
+    """Return whether torch's grouped product with this weight waits for the device."""
     if weight.device.type != "cuda":
         return False
     is_fast = torch.cuda.get_device_capability(weight.device)[0] in FAST_CAPABILITIES
@@ -46,7 +48,7 @@ def waits_for_groups(weight: torch.Tensor) -> bool:
 
 
 def replacing_grouped_product(product: GroupedProduct) -> AbstractContextManager[None]:
-    """Have experts that this thread runs use `product` where torch's own would wait.
+    """Make experts in this thread use `product` where torch's own kernel would wait.
 
     Any thread may call. A release of transformers without the function is left as it is.
     """

@@ -1,4 +1,4 @@
-"""Reach past the public API of transformers' models and processors that read images (5.23).
+"""Use private APIs of transformers' models and processors that read images (5.23).
 
 T: tokens.
 """
@@ -22,15 +22,20 @@ from cb_rollout.compat.transformers import (
 )
 
 # Suffixes of a config's names of placeholders: `image_token_id`, `video_token_index`, ...
-PLACEHOLDERS = tuple(
-    f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")
+PLACEHOLDERS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
 )
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    """Return whether a checkpoint's model reads images: one that `AutoModelForImageTextToText` has.
+    """Return whether `AutoModelForImageTextToText` loads this checkpoint, so that it reads images.
 
-    Some types have a model of text alone too; then the checkpoint's `architectures` decide.
+    Some types also have a text-only model; then the checkpoint's `architectures` decide.
     """
     reader = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     if config.architectures:
@@ -39,7 +44,7 @@ def reads_images(config: PreTrainedConfig) -> bool:
 
 
 def is_processor(tokenizer: Any) -> bool:
-    """Return whether this is a processor of images, not a tokenizer of text alone."""
+    """Return whether this is an image processor, not a text tokenizer."""
     return getattr(tokenizer, "image_processor", None) is not None
 
 
@@ -49,50 +54,63 @@ def text_tokenizer(tokenizer: Any) -> Any:
 
 
 def image_token_ids(processor: Any) -> frozenset[int]:
-    """Return the ids that stand for images in expanded prompts; empty: the processor names none."""
-    ids = list(getattr(processor, "image_token_ids", None) or ())
+    """Return the ids that stand for images in expanded prompts, if the processor names any."""
+    named_ids = getattr(processor, "image_token_ids", None) or ()
+    ids = frozenset(token_id for token_id in named_ids if isinstance(token_id, int))
     marker = getattr(processor, "image_token", None)
-    if not any(isinstance(token_id, int) for token_id in ids) and isinstance(marker, str):
-        ids = [text_tokenizer(processor).convert_tokens_to_ids(marker)]
-    return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+    if ids or not isinstance(marker, str):
+        return ids
+    token_id = text_tokenizer(processor).convert_tokens_to_ids(marker)
+    return frozenset([token_id]) if isinstance(token_id, int) else frozenset()
 
 
 def image_markers(processor: Any) -> list[str]:
-    """Return texts that may stand for one image in a prompt of this processor; the first that does.
+    """Return texts that may stand for one image in this processor's prompts, to try in order.
 
-    Most expand their image token; others another token in its place, or one between two marks.
+    Most processors expand their image token; others expand a different token, or one between two
+    marks.
     """
-    names = ("image_token", "image_placeholder_token", "image_start_token", "image_end_token")
-    token, other, start, end = (getattr(processor, name, None) for name in names)
+    token = getattr(processor, "image_token", None)
     if not isinstance(token, str):
         return []
-    marked = f"{start}{token}{end}" if isinstance(start, str) and isinstance(end, str) else None
-    return [text for text in (token, other, marked) if isinstance(text, str)]
+    markers = [token]
+    other = getattr(processor, "image_placeholder_token", None)
+    if isinstance(other, str):
+        markers.append(other)
+    start = getattr(processor, "image_start_token", None)
+    end = getattr(processor, "image_end_token", None)
+    if isinstance(start, str) and isinstance(end, str):
+        markers.append(f"{start}{token}{end}")
+    return markers
 
 
 def image_input_names(processor: Any) -> frozenset[str]:
-    """Return the names of the tensors that the processor makes of images alone."""
+    """Return the names of the tensors that the processor makes from images alone."""
     return frozenset(getattr(processor.image_processor, "model_input_names", None) or ())
 
 
 def placeholder_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids that stand for images, videos and sounds, by the model's config."""
-    ids = (getattr(model.config, name, None) for name in PLACEHOLDERS)
-    return frozenset(token_id for token_id in ids if isinstance(token_id, int) and token_id >= 0)
+    """Return the ids that stand for images, videos and sounds in the model's config."""
+    ids = set()
+    for name in PLACEHOLDERS:
+        token_id = getattr(model.config, name, None)
+        if isinstance(token_id, int) and token_id >= 0:
+            ids.add(token_id)
+    return frozenset(ids)
 
 
 def never_sampled_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the placeholders that no sequence samples unless its `logit_bias` names them.
 
-    An id that ends sequences by default is none of them.
+    Ids that end sequences by default are excluded.
     """
-    return tuple(sorted(placeholder_token_ids(model) - {*model_eos_token_ids(model)}))
+    return tuple(sorted(placeholder_token_ids(model).difference(model_eos_token_ids(model))))
 
 
 def image_argument_names(model: PreTrainedModel) -> frozenset[str]:
-    """Return the argument names of the forward, and of the model inside that it passes them on to.
+    """Return the argument names of the forward and of the inner model that it passes them to.
 
-    Read from the class, as `forward_argument_names`.
+    Read from the class, like `forward_argument_names`.
     """
     names = forward_argument_names(model)
     inside = model.base_model
@@ -106,8 +124,8 @@ def prompt_positions(
 ) -> torch.Tensor:
     """Return the position ids that `generate` gives a prompt with images, `[1, T]` or `[A, 1, T]`.
 
-    Of A axes the last one is of images; where there are four, the first counts tokens. Called
-    inside `keeping_position_offsets`, which looks at every module: once for many prompts.
+    The last of A axes is for images; if there are four, the first counts tokens. Call it inside
+    `keeping_position_offsets`, entered once for many prompts because it visits every module.
     """
     inputs = {"input_ids": input_ids_1T, "attention_mask": torch.ones_like(input_ids_1T), **tensors}
     return model._prepare_position_ids_for_generation(input_ids_1T, inputs)
@@ -115,11 +133,14 @@ def prompt_positions(
 
 @contextmanager
 def keeping_position_offsets(model: torch.nn.Module) -> Iterator[None]:
-    """Restore what forwards leave on modules for their next one: the offset of positions.
+    """Restore the position offsets that forwards store on modules for the next forward.
 
-    Training shares the modules, and a later forward of other rows would read it.
+    Training shares the modules, and a later forward of other rows would read the offsets.
     """
-    kept = [(m, m.rope_deltas) for m in model.modules() if "rope_deltas" in vars(m)]
+    kept = []
+    for module in model.modules():
+        if "rope_deltas" in vars(module):
+            kept.append((module, module.rope_deltas))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Replace attributes of upstream's objects for a while, and restore them. Any thread may call."""
+"""Replace attributes of upstream objects temporarily. Any thread may call."""
 
 import threading
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ _ABSENT = object()
 
 @contextmanager
 def replacing(attributes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set (object, name, value) of objects; at the end restore them, or delete the new ones."""
+    """Set attributes given as (object, name, value); at the end, restore or delete each."""
     before: list[tuple[Any, str, Any]] = []
     try:
         for owner, name, value in attributes:
@@ -29,22 +29,25 @@ class CountedPatch:
     """An attribute that is replaced while any thread is inside `installed()`."""
 
     def __init__(self, owner: Any, name: str, replacement: Any) -> None:
-        self._owner, self._name, self._replacement = owner, name, replacement
-        self._lock, self._num_inside = threading.Lock(), 0
+        self._owner = owner
+        self._name = name
+        self._replacement = replacement
+        self._lock = threading.Lock()
+        self._num_inside = 0
         self._threads = threading.local()
         self.own: Any = None
         """The owner's value, kept for a thread that reads it when the last one leaves."""
 
     @property
     def of_thread(self) -> Any:
-        """Return what this thread gave to `installed`; None: nothing."""
+        """Return the value that this thread passed to `installed`; None without a value."""
         return getattr(self._threads, "given", None)
 
     @contextmanager
     def installed(self, given: Any = None) -> Iterator[None]:
-        """Replace the attribute; the last thread to leave restores it.
+        """Replace the attribute; restore it when the last thread leaves.
 
-        `given`: for the replacement, in this thread; None: what it has.
+        `given`: a value for the replacement to read in this thread; None: keep the present one.
         """
         with self._lock:
             if not self._num_inside:

@@ -1,9 +1,9 @@
-"""Give each row the rotary frequencies of its own length, not those of the longest row beside it.
+"""Give each row the rotary frequencies for its own length, not for the longest row of the batch.
 
 transformers 5.23 (`dynamic_rope_update` in modeling_rope_utils.py) takes the short or the long
 factors of `rope_type="longrope"` by the largest position of a call, and keeps the frequencies of
-`"dynamic"` for later calls. Reads the types that rotary modules name, no architecture. Called by
-the thread that runs the model.
+`"dynamic"` for later calls. It reads the RoPE types that rotary modules name, and knows no
+architecture. Called by the thread that runs the model.
 
 B: rows, N: tokens of all rows, Q: tokens of a row, D: size of a rotation.
 """
@@ -26,46 +26,60 @@ class RowRope:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules: list[tuple[torch.nn.Module, dict[str | None, int]]] = []
+        distinct_limits: set[int] = set()
         for module, types in rotary_modules(model):
-            if layers := [layer for layer, name in types.items() if name == "longrope"]:
-                parameters = module.config.rope_parameters
-                limits = {n: (parameters if n is None else parameters[n])[_LIMIT] for n in layers}
+            limits = _limits_of(module, types)
+            if limits:
                 self._modules.append((module, limits))
-        self.limits = tuple(sorted({n for _, limits in self._modules for n in limits.values()}))
+                distinct_limits.update(limits.values())
+        self.limits = tuple(sorted(distinct_limits))
         """Tokens of the longest row of each side but the last; empty: the model has one side."""
 
     def side(self, length: int) -> int:
-        """Return the side of a row of so many tokens; see `rope_side`."""
+        """Return the side of a row with this many tokens; see `rope_side`."""
         return rope_side(self.limits, length)
 
     @contextmanager
     def by_row(self, sides: Sequence[int], counts: Sequence[int] | None = None) -> Iterator[None]:
-        """Compute each row by the factors of the side of its whole length, later tokens included.
+        """Compute each row with the factors for its whole length, later tokens included.
 
         `counts`: each row's tokens, where one row of the forward holds them all; None: none does.
         """
-        # transformers takes the short factors by itself where no row is long.
+        # transformers itself takes the short factors if no row is long.
         if not any(sides):
             yield
             return
         with ExitStack() as stack:
             for module, limits in self._modules:
-                last = {layer: (limit, self.side(limit)) for layer, limit in limits.items()}
-                forward = _selecting(module.forward, last, sides, counts)
+                limits_and_sides: dict[str | None, tuple[int, int]] = {}
+                for layer_type, limit in limits.items():
+                    limits_and_sides[layer_type] = (limit, self.side(limit))
+                forward = _selecting(module.forward, limits_and_sides, sides, counts)
                 stack.enter_context(replacing_forward(module, forward))
             yield
 
 
+def _limits_of(module: Any, types: dict[str | None, str]) -> dict[str | None, int]:
+    """Return the maximum length for short factors, for each layer type with long factors."""
+    parameters = module.config.rope_parameters
+    limits: dict[str | None, int] = {}
+    for layer_type, rope_type in types.items():
+        if rope_type == "longrope":
+            of_type = parameters if layer_type is None else parameters[layer_type]
+            limits[layer_type] = of_type[_LIMIT]
+    return limits
+
+
 def rope_side(limits: Sequence[int], length: int) -> int:
-    """Return the number of these limits that a row exceeds: rows of one side have equal factors."""
+    """Return how many limits a row exceeds; rows with an equal number share their factors."""
     return sum(length > limit for limit in limits)
 
 
 def forget_longer_rows(model: torch.nn.Module) -> None:
-    """Have `"dynamic"` frequencies be those of a fresh model.
+    """Reset `"dynamic"` frequencies to those of a fresh model.
 
-    transformers 5.23 keeps those of the longest row so far, and takes the first ones again only for
-    a row that is shorter than the limit, not as long.
+    transformers 5.23 keeps the frequencies of the longest row so far, and returns to the original
+    ones only for a row that is shorter than the limit, not for one of exactly that length.
     """
     for module, types in rotary_modules(model):
         for layer_type, rope_type in types.items():
@@ -77,7 +91,7 @@ def forget_longer_rows(model: torch.nn.Module) -> None:
 
 
 def rewritten_frequencies(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the frequencies that forwards rewrite, by the longest row so far."""
+    """Yield the frequencies that forwards rewrite for the longest row so far."""
     for module, types in rotary_modules(model):
         if any("dynamic" in name or name == "longrope" for name in types.values()):
             yield from module.buffers(recurse=False)
@@ -86,7 +100,7 @@ def rewritten_frequencies(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 def rotary_modules(
     model: torch.nn.Module,
 ) -> Iterator[tuple[Any, dict[str | None, str]]]:
-    """Yield the modules that name a RoPE type, with the type of each kind of layer."""
+    """Yield the modules that name a RoPE type, with the RoPE type for each layer type."""
     modules: Iterator[Any] = model.modules()
     for module in modules:
         types = getattr(module, "rope_type", None)
@@ -96,7 +110,11 @@ def rotary_modules(
         if isinstance(types, str):
             yield module, {None: types}
         elif isinstance(types, dict):
-            yield module, {layer: name for layer, name in types.items() if isinstance(name, str)}
+            named: dict[str | None, str] = {}
+            for layer_type, name in types.items():
+                if isinstance(name, str):
+                    named[layer_type] = name
+            yield module, named
 
 
 def _selecting(
@@ -105,7 +123,7 @@ def _selecting(
     sides: Sequence[int],
     counts: Sequence[int] | None,
 ) -> Callable[..., Any]:
-    """Return a rotary module's forward that takes each row's factors by its side.
+    """Return a rotary module's forward that chooses each row's factors by its side.
 
     `limits`: for each kind of layer the longest row of the short factors, and its side.
     """
@@ -115,7 +133,7 @@ def _selecting(
         limit, last_side = limits.get(layer_type, (0, max(sides)))
         if max(sides) <= last_side:
             return own(x, position_ids, **named)
-        # One position beyond the limit has transformers take the long factors for all.
+        # One position beyond the limit makes transformers use the long factors for all rows.
         beyond = torch.full_like(position_ids[..., :1], limit)
         states = own(x, torch.cat([position_ids, beyond], -1), **named)
         states = tree_map(lambda state: state[..., :-1, :], states)
@@ -131,7 +149,7 @@ def _selecting(
 def _spread(
     is_long: list[bool], counts: Sequence[int] | None, device: torch.device
 ) -> torch.Tensor:
-    """Return flags of rows, shaped for states of `[B, Q, D]`, or packed ones of `[1, N, D]`."""
+    """Return per-row flags, shaped for states of `[B, Q, D]` or packed states of `[1, N, D]`."""
     of_rows = torch.tensor(is_long, device=device)
     if counts is None:
         return of_rows[:, None, None]

@@ -1,4 +1,4 @@
-"""Reach past the public API of transformers 5.23's tensor parallelism and torch 2.13's DTensors."""
+"""Use private APIs of transformers 5.23's tensor parallelism and torch 2.13's DTensors."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cb_rollout.errors import ConfigurationError
 
-# The name of the dimension of transformers' meshes along which layers are split.
+# The dimension of transformers' meshes along which layers are split.
 MESH_DIMENSION = "tp"
 
 
@@ -27,14 +27,14 @@ class Split:
 
     def part(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """Return this process's part of a whole tensor, or of its factor divided along `dim`."""
-        own = self.indices[self.rank].to(whole.device)
-        return whole.index_select(self.dim if dim is None else dim, own)
+        indices_here = self.indices[self.rank].to(whole.device)
+        return whole.index_select(self.dim if dim is None else dim, indices_here)
 
 
 def distributed_config(config: PreTrainedConfig, size: int) -> Any:
-    """Return transformers' setting that splits a model of this config over `size` processes.
+    """Return the transformers setting that splits a model with this config over `size` processes.
 
-    `ConfigurationError`: transformers is too old, or the heads cannot be divided.
+    Raises `ConfigurationError` if transformers is too old, or if the heads cannot be divided.
     """
     try:
         from transformers.distributed import DistributedConfig
@@ -48,7 +48,7 @@ def distributed_config(config: PreTrainedConfig, size: int) -> Any:
     if get_kv_heads_per_rank(config.base_model_tp_plan or {}, num_heads, size) is None:
         raise ConfigurationError(
             f"tensor_parallel_size={size} does not divide the model's {num_heads} key and value "
-            "heads; set a divisor of it."
+            f"heads; set a divisor of {num_heads}."
         )
     return DistributedConfig(tp_size=size)
 
@@ -63,7 +63,7 @@ def split_over_processes(model: PreTrainedModel, size: int) -> None:
     if world_size % size:
         raise ConfigurationError(
             f"tensor_parallel_size={size} does not divide the {world_size} processes of "
-            "torch.distributed's process group; launch a multiple of it, or set 1."
+            f"torch.distributed's process group; launch a multiple of {size} processes, or set 1."
         )
     from transformers.distributed.utils import initialize_distributed_mesh
 
@@ -86,7 +86,7 @@ def num_processes() -> int:
 
 
 def with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is split as `tensor` is, with `local` as this process's part."""
+    """Return a tensor that is split like `tensor`, with `local` as this process's part."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
@@ -100,33 +100,35 @@ def with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def split_of(tensor: torch.Tensor) -> Split | None:
-    """Return how a tensor is split over the one dimension of its mesh; None: it is not."""
+    """Return how a tensor is split over its one-dimensional mesh; None if it is not."""
     if not isinstance(tensor, DTensor):
         return None
     placement: Any = tensor.placements[0]
     factor = getattr(placement, "split_factor", None)
     if factor is None and not isinstance(placement, Shard):
         return None
-    dim, size = placement.dim % tensor.ndim, tensor.device_mesh.size()
     kind = type(placement)
+    # The placement of indices, which have one dimension.
     along = kind(0) if factor is None else kind(0, split_factor=factor)
+    dim = placement.dim % tensor.ndim
+    mesh = tensor.device_mesh
     indices, _ = along._split_tensor(
-        torch.arange(tensor.shape[dim]), size, with_padding=False, contiguous=False
+        torch.arange(tensor.shape[dim]), mesh.size(), with_padding=False, contiguous=False
     )
-    return Split(dim, tuple(indices), tensor.device_mesh.get_local_rank())
+    return Split(dim=dim, indices=tuple(indices), rank=mesh.get_local_rank())
 
 
 def unsharded_part(tensor: torch.Tensor) -> torch.Tensor | None:
     """Gather this process's part of a tensor-parallel model's tensor that FSDP2 shards; collective.
 
-    Returns None where tensor parallelism does not split it.
+    Returns None if tensor parallelism does not split it.
     """
-    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
-    if not isinstance(tensor, DTensor) or MESH_DIMENSION not in (names or ()):
+    if not isinstance(tensor, DTensor):
         return None
-    assert names is not None
-    placements = [
-        placement if name == MESH_DIMENSION else Replicate()
-        for name, placement in zip(names, tensor.placements, strict=True)
-    ]
+    names = tensor.device_mesh.mesh_dim_names or ()
+    if MESH_DIMENSION not in names:
+        return None
+    placements = []
+    for name, placement in zip(names, tensor.placements, strict=True):
+        placements.append(placement if name == MESH_DIMENSION else Replicate())
     return tensor.redistribute(placements=placements).to_local()

@@ -1,9 +1,9 @@
-"""Reach past the public API of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers."""
+"""Use private APIs of torch (2.11 to 2.13): wrappers, hooks, groups and OpenMP workers."""
 
 import ctypes
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -28,34 +28,41 @@ _signature = cache(inspect.signature)
 
 
 def plain_class(model: Module) -> type[Module]:
-    """Return a module's class, from which torch 2.13's `fully_shard` derives one of its own."""
+    """Return a module's class before torch 2.13's `fully_shard` replaced it by a subclass."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def wrapped_layer(module: Any) -> torch.nn.Module | None:
-    """Return the layer inside a wrapper of torch 2.13; None: the module is no wrapper.
+    """Return the layer inside a torch 2.13 wrapper; None if the module is not a wrapper.
 
     The wrappers are those of compilation, checkpointing and FSDP1.
     """
     inner = vars(module).get("_modules", {})
-    names = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-    return next((inner[name] for name in names if name in inner), None)
+    for name in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+        if name in inner:
+            return inner[name]
+    return None
 
 
 def as_in_evaluation(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, Any]]:
-    """Return the attributes, for `replacing`, that have a model run plainly in evaluation mode.
+    """Return attributes for `replacing` that make a model run uncompiled in evaluation mode.
 
     `Module.compile()` compiles modules in place (torch 2.11 to 2.13).
     """
     modules: list[Any] = list(model.modules())
-    training: list[Any] = [(module, "training", False) for module in modules if module.training]
-    return training + [(m, "_compiled_call_impl", None) for m in modules if m._compiled_call_impl]
+    attributes: list[tuple[torch.nn.Module, str, Any]] = []
+    for module in modules:
+        if module.training:
+            attributes.append((module, "training", False))
+        if module._compiled_call_impl:
+            attributes.append((module, "_compiled_call_impl", None))
+    return attributes
 
 
 def compute_dtype(model: torch.nn.Module, mixed_precision: str = "no") -> torch.dtype:
-    """Return the dtype of forwards: the first floating-point parameter's, or of 16 bits.
+    """Return the dtype of forwards: bfloat16, or the first floating-point parameter's.
 
-    `mixed_precision`: accelerate's; float16 rounds no more than bfloat16.
+    `mixed_precision`: accelerate's; bfloat16 stands for float16 too, which rounds no more.
     """
     if mixed_precision != "no":
         return torch.bfloat16
@@ -63,7 +70,7 @@ def compute_dtype(model: torch.nn.Module, mixed_precision: str = "no") -> torch.
 
 
 def rounds_float32_products(device: torch.device) -> bool:
-    """Return whether float32 matrices are multiplied in fewer bits there, as TF32 or bfloat16."""
+    """Return whether the device multiplies float32 matrices in fewer bits, as TF32 or bfloat16."""
     backends: Any = torch.backends
     products = backends.cuda.matmul if device.type == "cuda" else backends.mkldnn.matmul
     return products.fp32_precision in ("tf32", "bf16")
@@ -71,10 +78,14 @@ def rounds_float32_products(device: torch.device) -> bool:
 
 @contextmanager
 def exact_float32_products() -> Iterator[None]:
-    """Compute products and convolutions of float32 in float32 (torch 2.11 to 2.13)."""
+    """Compute float32 products and convolutions in full float32 (torch 2.11 to 2.13)."""
     backends: Any = torch.backends
-    cuda, cpu = backends.cuda.matmul, backends.mkldnn
-    operations = (cuda, backends.cudnn.conv, cpu.matmul, cpu.conv)
+    operations = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+    )
     own = [operation.fp32_precision for operation in operations]
     try:
         for operation in operations:
@@ -87,16 +98,16 @@ def exact_float32_products() -> Iterator[None]:
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Return whether this CPU has instructions for products in bfloat16 (torch 2.11 to 2.13).
+    """Return whether this CPU has bfloat16 matrix instructions (torch 2.11 to 2.13).
 
-    Without them torch's products take far longer than in float32, or emulate.
+    Without them torch's bfloat16 products take far longer than float32 ones, or are emulated.
     """
     emulates = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulates
 
 
 class DropoutSite(NamedTuple):
-    """A rate of dropout, and where it is kept."""
+    """A dropout rate, and the attribute that stores it."""
 
     name: str
     """Name of the module within the model, or of its attribute."""
@@ -106,33 +117,35 @@ class DropoutSite(NamedTuple):
 
 
 def dropout_sites(model: torch.nn.Module) -> Iterator[DropoutSite]:
-    """Yield every rate of dropout, 0 too: of modules, and numbers that a forward passes on."""
+    """Yield every dropout rate, zeros included: of modules, and numbers that forwards pass on."""
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             yield DropoutSite(name, module, "p", float(module.p))
             continue
-        # OPT, Falcon and others call torch's function with a number of the module.
+        # OPT, Falcon and others pass a number stored on the module to torch's function.
         for attribute, rate in vars(module).items():
             if "drop" in attribute and isinstance(rate, float):
                 yield DropoutSite(f"{name}.{attribute}", module, attribute, rate)
 
 
 def dropout_rate(model: torch.nn.Module) -> float:
-    """Return the highest rate of dropout."""
+    """Return the highest dropout rate."""
     return max((site.rate for site in dropout_sites(model)), default=0.0)
 
 
 def without_dropout(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Set all rates of `dropout_sites` to 0; the model stays in its mode."""
+    """Set all rates of `dropout_sites` to 0, without changing the model's mode."""
     return replacing([(site.module, site.attribute, 0.0) for site in dropout_sites(model)])
 
 
 # torch 2.13's unpadded attention takes these; an earlier release may have none.
-VARLEN_DTYPES, VARLEN_CAPABILITY, VARLEN_MAX_HEAD = (torch.float16, torch.bfloat16), (8, 0), 256
+VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+VARLEN_CAPABILITY = (8, 0)
+VARLEN_MAX_HEAD = 256
 
 
 def has_varlen(query: torch.Tensor, value: torch.Tensor, arguments: Mapping[str, Any]) -> bool:
-    """Return whether `varlen_attn` computes what sdpa does: Ampere or later, in 16 bits."""
+    """Return whether `varlen_attn` can replace sdpa: on Ampere or later, in 16 bits."""
     if varlen_attn is None or not query.is_cuda or query.dtype not in VARLEN_DTYPES:
         return False
     size = query.shape[-1]
@@ -147,7 +160,8 @@ def has_varlen(query: torch.Tensor, value: torch.Tensor, arguments: Mapping[str,
 def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
     """Call `varlen_attn` with fewer key heads than query heads.
 
-    torch 2.12 asks for `enable_gqa`; 2.11 has no such argument, and its kernel takes them as is.
+    torch 2.12 requires `enable_gqa`; 2.11 has no such argument, and its kernel takes the heads as
+    they are.
     """
     if "enable_gqa" in _signature(varlen_attn).parameters:
         arguments["enable_gqa"] = True
@@ -156,7 +170,7 @@ def varlen_of_grouped_heads(*segments: Any, **arguments: Any) -> torch.Tensor:
 
 @contextmanager
 def noting_saved_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Note what forwards inside keep for their backward pass: address to bytes; no weights."""
+    """Record the bytes of tensors saved for the backward pass, by address, without weights."""
     weights = {parameter.data_ptr() for parameter in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -186,49 +200,67 @@ CAPTURED_HOOKS = (
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """Return whether a captured forward would leave out a call of a hook (torch 2.11 to 2.13)."""
+    """Return whether a captured forward would skip a hook (torch 2.11 to 2.13)."""
     has_global = bool(_module._has_any_global_hook())
     return has_global or next(_uncaptured_hooks(model), None) is not None
 
 
 # Libraries whose hooks and replaced forwards shard or watch a model, or compute the same.
 _SAME_FORWARD = (
-    *("accelerate.", "cb_rollout.", "deepspeed.", "liger_kernel.", "peft.", "trl.", "wandb."),
-    *("torch._dynamo.", "torch.distributed.", "transformers.distributed."),
+    "accelerate.",
+    "cb_rollout.",
+    "deepspeed.",
+    "liger_kernel.",
+    "peft.",
+    "torch._dynamo.",
+    "torch.distributed.",
+    "transformers.distributed.",
     "transformers.integrations.",
+    "trl.",
+    "wandb.",
 )
 
 
 def own_forwards(model: torch.nn.Module) -> list[str]:
-    """Return the names of modules that run another `forward` than their class's.
+    """Return the names of modules whose `forward` is not their class's.
 
-    Left out is what some libraries put there, and of the whole model what wraps its class's.
+    Replacements by some known libraries are left out, and so is a wrapper around the whole model's
+    forward.
     """
-    own = inspect.unwrap(type(model).forward)
-    return [
-        name or "the model"
-        for name, module in model.named_modules()
-        if (forward := vars(module).get("forward")) is not None
-        and not _is_same(forward)
-        and not (module is model and inspect.unwrap(getattr(forward, "__func__", forward)) is own)
-    ]
+    class_forward = inspect.unwrap(type(model).forward)
+    names = []
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        if forward is None or _is_same(forward):
+            continue
+        wrapped = inspect.unwrap(getattr(forward, "__func__", forward))
+        if module is model and wrapped is class_forward:
+            continue
+        names.append(name or "the model")
+    return names
 
 
 def own_hooks(model: torch.nn.Module) -> list[str]:
-    """Return the names of modules with a forward hook that none of some libraries put there."""
-    return [name for name, hook in _uncaptured_hooks(model) if not _is_same(hook)]
+    """Return the names of modules with a forward hook that no known library installed."""
+    return [name for name, _ in named_hooks(model)]
+
+
+def named_hooks(model: torch.nn.Module) -> list[tuple[str, object]]:
+    """Return the forward hooks that no known library installed, with their modules' names."""
+    return [(name, hook) for name, hook in _uncaptured_hooks(model) if not _is_same(hook)]
 
 
 def _uncaptured_hooks(model: torch.nn.Module) -> Iterator[tuple[str, object]]:
     """Yield the hooks that a captured forward would not call, with their modules' names."""
     for name, module in model.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        for hook in hooks:
             if not getattr(hook, "__qualname__", "").startswith(CAPTURED_HOOKS):
                 yield name or "the model", hook
 
 
 def _is_same(function: Any) -> bool:
-    """Return whether a function's code, whatever it says to wrap, is of `_SAME_FORWARD`."""
+    """Return whether a module of `_SAME_FORWARD` defines a function, ignoring `__wrapped__`."""
     while isinstance(function, partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -237,9 +269,9 @@ def _is_same(function: Any) -> bool:
 
 
 def release_workers() -> bool:
-    """End the calling thread's OpenMP workers, which its next computation starts again.
+    """End the calling thread's OpenMP workers; its next computation starts them again.
 
-    Returns False where torch (2.11 to 2.13) computes without libgomp.
+    Returns False if torch (2.11 to 2.13) does not use libgomp.
     """
     libgomp = _libgomp()
     # 1 is OpenMP 5.0's omp_pause_soft: keep settings, end threads.
@@ -264,7 +296,7 @@ def _libgomp() -> ctypes.CDLL | None:
 def default_group_timeout() -> timedelta | None:
     """Return the timeout of `init_process_group` (torch 2.11 to 2.13); None: unknown.
 
-    torch gives other groups a timeout of its own, however the default group was made.
+    torch gives other groups its default timeout, not the default group's.
     """
     group: Any = distributed.group.WORLD
     try:
@@ -273,7 +305,76 @@ def default_group_timeout() -> timedelta | None:
         return None
 
 
+def empty_host_cache() -> None:
+    """Give the pinned memory of freed tensors back to the system (torch 2.11 to 2.13)."""
+    if not torch.cuda.is_initialized():
+        return
+    # torch 2.13 calls it after the accelerator; releases before it, after the host.
+    for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):
+        empty = getattr(torch._C, name, None)
+        if empty is not None:
+            empty()
+            return
+
+
 def without_values() -> AbstractContextManager[None]:
-    """Give tensors shapes and no memory; modules compute shapes only (torch 2.11 to 2.13)."""
+    """Give tensors shapes but no memory; modules only compute shapes (torch 2.11 to 2.13)."""
     mode: Any = FakeTensorMode()
     return mode
+
+
+def clear_cublas_workspaces() -> None:
+    """Free cuBLAS workspaces of all streams, as torch's own graphs do around a capture.
+
+    Does what `torch._inductor.cudagraph_trees.clear_cublass_cache` does in torch 2.11 to 2.13.
+    """
+    # Only a build with CUDA has it.
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
+def leave_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Have a device's allocator and random numbers forget a capture whose end raised.
+
+    The allocator (torch 2.11 to 2.13) would take the capture as still under way, and while one is,
+    it never reuses memory that a second stream has used. Random numbers of training would raise
+    before torch 2.13, as outside of a capture that they belong to.
+
+    Args:
+        device: with an index; the calling thread's current one.
+        pool: the memory pool that the capture allocated in.
+    """
+    # It raises if the capture's own end got so far.
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    try:
+        offset = generator.get_offset()
+        torch.rand(1, device=device, generator=generator)
+        generator.set_offset(offset)
+    except RuntimeError:
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+# The pool of segments that belong to no CUDA graph.
+_COMMON_POOL = (0, 0)
+
+
+def unused_pool_bytes(device: torch.device) -> int:
+    """Return the bytes that private pools hold unused, which serve captures of their CUDA graphs.
+
+    torch's own statistics (2.11 to 2.13) count them as memory that any tensor may take.
+
+    Args:
+        device: a CUDA device, with an index.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        # Another allocator keeps no such pools, or tells nothing of them.
+        return 0
+    num_bytes = 0
+    for segment in torch.cuda.memory_snapshot():
+        is_private = tuple(segment["segment_pool_id"]) != _COMMON_POOL
+        if is_private and segment["device"] == device.index:
+            num_bytes += segment["total_size"] - segment["allocated_size"]
+    return num_bytes

@@ -1,4 +1,4 @@
-"""Reach past the public API of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21."""
+"""Use private APIs of transformers (5.17 to 5.23), accelerate 1.15 and PEFT 0.21."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from cb_rollout.errors import ConfigurationError
 # is `cache_params`, others' `past_key_values`. RWKV's is `state`, which is no Cache.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 
-# A cache layer that keeps nothing; transformers 5.17 has none, and takes an empty one.
+# A cache layer that stores nothing; transformers 5.17 lacks it, and takes an empty layer.
 DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
 
 
@@ -40,12 +40,28 @@ def unwrap(model: torch.nn.Module) -> PreTrainedModel:
 def trained_forward(model: torch.nn.Module) -> torch.nn.Module:
     """Return the module to call for the forward that the trainer computes.
 
-    That is the outermost wrapper that may compute something itself, as PEFT's for aLoRA and X-LoRA
-    and one of the user's may, or FSDP's root, which gathers the parameters of no unit. DDP,
-    `torch.compile` and DeepSpeed only pass a forward on, and DDP's would communicate.
+    This is the outermost wrapper that may compute something itself (PEFT's for aLoRA and X-LoRA, or
+    a user's), or FSDP's root, which gathers the parameters that belong to no unit. DDP,
+    `torch.compile` and DeepSpeed only pass the call on, and DDP would communicate.
     """
     wrappers = list(_wrappers(model))
-    return next((w for w in wrappers if not _only_passes_on(w)), wrappers[-1])
+    for wrapper in wrappers:
+        if not _only_passes_on(wrapper):
+            return wrapper
+    return wrappers[-1]
+
+
+def generation_config_of(model: torch.nn.Module) -> Any:
+    """Return the default generation config of a model's `generate`; None: it has none.
+
+    A config on PEFT's wrapper (0.21) takes precedence over the inner model's.
+    """
+    *wrappers, innermost = _wrappers(model)
+    for wrapper in wrappers:
+        own = vars(wrapper).get("generation_config")
+        if own is not None and hasattr(wrapper, "peft_config"):
+            return own
+    return getattr(innermost, "generation_config", None)
 
 
 def _only_passes_on(wrapper: torch.nn.Module) -> bool:
@@ -87,10 +103,11 @@ ACTIVATED_LORA = (
 
 
 def invocation_token_ids(model: torch.nn.Module) -> list[int]:
-    """Return the tokens that switch an activated LoRA of PEFT 0.21 on; empty: there is none."""
+    """Return the invocation tokens of PEFT's (0.21) activated LoRA; empty: there is none."""
     for wrapper in _wrappers(model):
         for config in getattr(wrapper, "peft_config", {}).values():
-            if tokens := getattr(config, "alora_invocation_tokens", None):
+            tokens = getattr(config, "alora_invocation_tokens", None)
+            if tokens:
                 return list(tokens)
     return []
 
@@ -99,7 +116,15 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` for a model that is not a causal language model."""
     if getattr(model.config, "is_encoder_decoder", False):
         raise ConfigurationError(
-            f"{type(model).__name__} is an encoder-decoder; cb_rollout runs decoder-only models."
+            f"{type(model).__name__} is an encoder-decoder, and cb_rollout runs decoder-only "
+            "models; use model.generate."
+        )
+    attention = attention_implementation(model)
+    if attention.startswith("paged|"):
+        raise ConfigurationError(
+            f"the model's attention is {attention!r}, which only transformers' own continuous "
+            "batching can call; load the model with attn_implementation='sdpa', or call "
+            f"model.set_attn_implementation({attention.removeprefix('paged|')!r})."
         )
     # A model may keep its head inside a language model that it wraps.
     if model.get_output_embeddings() is None and not model.can_generate():
@@ -113,8 +138,9 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
         embedding = model.get_input_embeddings()
     if not hasattr(embedding, "weight"):
         raise ConfigurationError(
-            f"{type(model).__name__} embeds its inputs by {type(embedding).__name__}, not by one "
-            "table of token ids; roll out the language model that it holds, or use model.generate."
+            f"{type(model).__name__} embeds its inputs with {type(embedding).__name__}, not with "
+            "one table of token embeddings; pass the language model inside it, or use "
+            "model.generate."
         )
 
 
@@ -123,24 +149,24 @@ def refuse_sharded(model: PreTrainedModel) -> None:
     is_split = tensor_parallel_group(model) is not None
     if has_fsdp2(model) or (is_sharded(model) and not is_split):
         raise ConfigurationError(
-            "the model's parameters are sharded over processes, so its forward needs all of them "
-            "at every step; roll out with a RolloutGenerator and weight_sync='copy' (or 'auto')."
+            "the model's parameters are sharded over processes, so every forward needs all "
+            "processes; use a RolloutGenerator with weight_sync='auto' or 'copy'."
         )
     devices = {p.device for p in model.parameters()}
     if any(device.type == "meta" for device in devices):
         raise ConfigurationError(
-            "the model's weights are on the meta device, so not loaded, or offloaded by a "
-            "device_map; load it whole on one (device_map={'': 0})."
+            "the model has weights on the meta device: they were not loaded, or a device_map "
+            "offloaded them. Load the whole model on one device (device_map={'': 0})."
         )
     if len(devices) > 1:
         raise ConfigurationError(
-            f"the model lies on {len(devices)} devices, which is not supported; load it on one "
-            "(device_map={'': 0})."
+            f"the model is spread over {len(devices)} devices, which is not supported; load it on "
+            "one (device_map={'': 0})."
         )
 
 
 def tensor_parallel_group(model: PreTrainedModel) -> ProcessGroup | None:
-    """Return the processes that share the model's layers; None: this one has them whole.
+    """Return the processes that share the model's layers; None: the layers are not split.
 
     transformers 5.23 marks the model that a `tp_plan` split, and keeps its device mesh.
     """
@@ -151,9 +177,10 @@ def tensor_parallel_group(model: PreTrainedModel) -> ProcessGroup | None:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Return whether weights are packed: transformers 5.23 marks the model, others the dtype."""
-    is_marked = getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None)
-    return bool(is_marked) or any(not p.is_floating_point() for p in model.parameters())
+    """Return whether weights are quantized; transformers 5.23 marks the model, others the dtype."""
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None):
+        return True
+    return not all(parameter.is_floating_point() for parameter in model.parameters())
 
 
 def keep_differentiable(model: PreTrainedModel) -> None:
@@ -187,14 +214,15 @@ def cache_argument(model: PreTrainedModel) -> str | None:
 
 
 def forward_passes_on(model: PreTrainedModel) -> bool:
-    """Return whether the class's forward passes on any argument, as transformers 5.23's do."""
+    """Return whether the class's forward takes arbitrary keywords, as in transformers 5.23."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
-def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids that end a sequence in `generate`, of the generation config or the model."""
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+def model_eos_token_ids(model: torch.nn.Module) -> tuple[int, ...]:
+    """Return the ids that end a sequence, from the generation config or else the model's config."""
+    own_config = unwrap(model).config.get_text_config(decoder=True)
+    for config in (generation_config_of(model), own_config):
         eos = getattr(config, "eos_token_id", None)
         if eos is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
@@ -202,28 +230,36 @@ def model_eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Return the rows of the input embedding: the token ids that can be fed back."""
+    """Return the number of rows of the input embedding: token ids below it can be fed back."""
     embedding: Any = model.get_input_embeddings()
     return embedding.weight.shape[0]
 
 
 def text_token_ids(model: PreTrainedModel) -> list[int]:
-    """Return at least one and at most 256 ids that exist, and stand for text if any does.
+    """Return 1 to 256 token ids, of ordinary text if possible.
 
-    They are spread over the middle half of the vocabulary: special, added and untrained tokens
-    stand at its ends, and a model does not know them. Their log-probabilities are chaotic.
+    They are spread over the middle half of the vocabulary. Special, added and untrained tokens are
+    at its ends; the model never learned them, and their log-probabilities are chaotic.
     """
     # The ids that a config names: padding, ends, and those of images and sounds.
-    named = vars(model.config) | vars(model.config.get_text_config(decoder=True))
-    special = [i for name, i in named.items() if name.endswith(("_token_id", "_token_index"))]
+    settings = vars(model.config) | vars(model.config.get_text_config(decoder=True))
+    special = []
+    for name, value in settings.items():
+        if name.endswith(("_token_id", "_token_index")):
+            special.append(value)
     size = vocab_size(model)
     middle = range(size // 4, max(size // 4 + 1, size - size // 4))
-    ids = [i for i in middle[:: max(1, len(middle) // 256)] if i not in special]
-    return ids[:256] or [i for i in range(min(256, size)) if i not in special] or [0]
+    stride = max(1, len(middle) // 256)
+    ids = [token_id for token_id in middle[::stride] if token_id not in special]
+    if ids:
+        return ids[:256]
+    # The middle of a tiny vocabulary may have only special tokens.
+    ids = [token_id for token_id in range(min(256, size)) if token_id not in special]
+    return ids or [0]
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence by the config (transformers 5.23); None: it names no limit."""
+    """Return the config's maximum sequence length (transformers 5.23); None: it has none."""
     text_config = model.config.get_text_config(decoder=True)
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         limit = getattr(text_config, name, None)
@@ -233,7 +269,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def num_query_heads(model: PreTrainedModel) -> int:
-    """Return the query heads of a layer by the config (transformers 5.23); 0: it names none."""
+    """Return the config's number of query heads (transformers 5.23); 0: it has none."""
     count = getattr(model.config.get_text_config(decoder=True), "num_attention_heads", None)
     return count if isinstance(count, int) else 0
 
@@ -259,7 +295,7 @@ PAGEABLE_KINDS = (
 def pageable_layers() -> tuple[type, ...]:
     """Return the cache layers whose contents can be kept in pages and table rows.
 
-    Not cached: a model's own layer is registered when its module is imported.
+    The result is not cached, because a model registers its cache layer when its module is imported.
     """
     kinds = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     return tuple({kinds[kind] for kind in PAGEABLE_KINDS if kind in kinds})
@@ -268,28 +304,31 @@ def pageable_layers() -> tuple[type, ...]:
 def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
     """Return a sparse-attention cache layer's index, `[1, heads, tokens, size]`, and positions.
 
-    The second number counts the position ids that the layer keeps of each token. In transformers
+    The second value is the number of position ids that the layer keeps per token. In transformers
     5.23 DeepSeek V3.2's layers have `indexer_keys`, MiniMax M3's `idx_keys`.
     """
     index = getattr(layer, "idx_keys", None)
     if getattr(layer, "indexer_keys", None) is not None:
         index = layer.indexer_keys[:, None]
     positions = getattr(layer, "indexer_position_ids", None)
-    return index, 0 if positions is None else positions.shape[0]
+    num_positions = 0 if positions is None else positions.shape[0]
+    return index, num_positions
 
 
 Attention = Callable[..., Any]
 
 
-# What computes every thread's attention, in place of the models' own functions.
+# The function that computes every thread's attention in place of the models' own.
 _EVERYWHERE: list[Attention] = []
 
 
 def _lookup(interface: Any, implementation: str, default: Attention) -> Attention:
     own_attention = _LOOKUP.own(interface, implementation, default)
-    for attend in (*_EVERYWHERE[-1:], _LOOKUP.of_thread):
-        if attend is not None:
-            own_attention = partial(attend, own_attention)
+    if _EVERYWHERE:
+        own_attention = partial(_EVERYWHERE[-1], own_attention)
+    of_thread = _LOOKUP.of_thread
+    if of_thread is not None:
+        own_attention = partial(of_thread, own_attention)
     return own_attention
 
 
@@ -297,11 +336,12 @@ _LOOKUP = CountedPatch(AttentionInterface, "get_interface", _lookup)
 
 
 def replacing_attention(attend: Attention) -> AbstractContextManager[None]:
-    """Have models that this thread calls use `attend(own_attention, module, query, ...)`.
+    """Make models use `attend(own_attention, module, query, ...)` in this thread.
 
-    Every model of transformers (5.17 to 5.23) looks its attention up in one class, at every layer
-    of every forward. Inside, that class answers this thread with `attend`, and other threads with
-    their own. The model and its `_attn_implementation` are not touched. Any thread may call.
+    Every model of transformers (5.17 to 5.23) looks up its attention in one class, at every layer
+    of every forward. Inside the context, that class returns `attend` to this thread, and the
+    original function to other threads. The model and its `_attn_implementation` are not touched.
+    Any thread may call.
     """
     assert _LOOKUP.of_thread is None, "a forward within a forward"
     return _LOOKUP.installed(attend)
@@ -309,10 +349,10 @@ def replacing_attention(attend: Attention) -> AbstractContextManager[None]:
 
 @contextmanager
 def computing_attention(attend: Attention) -> Iterator[None]:
-    """Have `attend(own_attention, module, query, ...)` stand for models' own attention functions.
+    """Replace models' own attention functions by `attend(own_attention, module, query, ...)`.
 
-    In every thread, and inside `replacing_attention` too, whose function gets it as the model's
-    own. May be nested, with one function. Any thread may call.
+    This applies to every thread, and inside `replacing_attention`, whose function receives `attend`
+    as the model's own attention. May be nested, with the same function. Any thread may call.
     """
     with _LOOKUP.installed():
         _EVERYWHERE.append(attend)
@@ -326,7 +366,7 @@ def computing_attention(attend: Attention) -> Iterator[None]:
 def repeated_in_checkpoints(
     model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]
 ) -> Iterator[None]:
-    """Enter a context, and again whenever gradient checkpointing computes a layer again.
+    """Enter a context, and enter it again whenever gradient checkpointing recomputes a layer.
 
     That happens in the backward pass, after this context, and on a GPU in another thread. The
     checkpointing functions of transformers 5.23 and torch 2.13 are replaced inside.
@@ -343,14 +383,17 @@ def repeated_in_checkpoints(
         return run_again
 
     def wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda run, *rest, **named: own(with_context(run), *rest, **named)
+        def checkpoint(run: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            return own(with_context(run), *arguments, **named)
 
-    wrappers = [
-        (module, name, wrapped(own))
-        for module in model.modules()
-        for name in ("_gradient_checkpointing_func", "checkpoint_fn")
-        if (own := vars(module).get(name)) is not None
-    ]
+        return checkpoint
+
+    wrappers = []
+    for module in model.modules():
+        for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            own = vars(module).get(name)
+            if own is not None:
+                wrappers.append((module, name, wrapped(own)))
     try:
         with replacing(wrappers), context():
             yield
@@ -359,13 +402,16 @@ def repeated_in_checkpoints(
 
 
 def checkpointed_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the layers that gradient checkpointing computes again (transformers 5.23)."""
-    layers = (m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
-    return [layer for layer in layers if layer.gradient_checkpointing]
+    """Return the layers that gradient checkpointing recomputes (transformers 5.23)."""
+    layers = []
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            layers.append(module)
+    return layers
 
 
 def keeping_activations(model: torch.nn.Module) -> AbstractContextManager[None]:
-    """Have forwards inside keep the activations that gradient checkpointing computes again."""
+    """Make forwards keep activations that gradient checkpointing would recompute."""
     layers = checkpointed_layers(model)
     return replacing((layer, "gradient_checkpointing", False) for layer in layers)
 
@@ -391,14 +437,15 @@ def attention_mask_dtype(implementation: str, dtype: torch.dtype) -> torch.dtype
 def attention_window(
     module: torch.nn.Module, arguments: Mapping[str, Any], longest: int
 ) -> int | None:
-    """Return the most tokens that a token of this layer attends to, itself included; None: all.
+    """Return the layer's attention window in tokens, the token itself included; None: no window.
 
-    Refuses a layer that has a window and does not pass it on, or the reverse (transformers 5.23),
-    by what it passes to its attention function, where the `longest` sequence exceeds the window.
+    Refuses a layer that has a window but does not pass it to its attention function, or the reverse
+    (transformers 5.23), if the `longest` sequence exceeds the window.
     """
     window = arguments.get("sliding_window")
     config: Any = getattr(module, "config", None)
-    index, types = getattr(module, "layer_idx", None), getattr(config, "layer_types", None)
+    index = getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
     layer_type = types[index] if types and isinstance(index, int) else None
     limit = None
     if layer_type == "chunked_attention":
@@ -413,7 +460,7 @@ def attention_window(
 
 
 def replacing_forward(module: Any, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Have a module, called by whatever wraps it, run `forward` instead of its own."""
+    """Make a module run `forward` instead of its own, also when a wrapper calls it."""
     return replacing([(module, "forward", forward)])
 
 
@@ -428,7 +475,7 @@ def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
 
 @contextmanager
 def taking_hidden_states(model: PreTrainedModel) -> Iterator[list[Any]]:
-    """Take the backbone's output, and show the head one token's hidden states, (B, 1, H)."""
+    """Take the backbone's output, and give the head only one token's hidden states, (B, 1, H)."""
     taken: list[Any] = []
 
     def take(_module: Any, _arguments: Any, output: Any) -> Any:
@@ -446,7 +493,7 @@ def taking_hidden_states(model: PreTrainedModel) -> Iterator[list[Any]]:
 def giving_hidden_states(
     model: PreTrainedModel, kind: type[Any], hidden: torch.Tensor
 ) -> AbstractContextManager[None]:
-    """Have the model's forward compute its head alone, on these hidden states, (B, S, H).
+    """Make the model's forward run only its head, on these hidden states, (B, S, H).
 
     `kind` is the class of the backbone's output.
     """
@@ -455,9 +502,9 @@ def giving_hidden_states(
 
 
 def repeat_states(cache: Any, num_rows: int, device: torch.device) -> None:
-    """Have rows go on from a cache's one row, with gradients, for one forward (transformers 5.23).
+    """Repeat a cache's single row for the rows of one forward, with gradients.
 
-    The library writes the states of that forward over those that the backward pass needs.
+    transformers 5.23 itself would overwrite the states that the backward pass needs.
     """
     cache.reorder_cache(torch.zeros(num_rows, dtype=torch.int64, device=device))
     for layer in cache.layers:
@@ -470,3 +517,17 @@ def _after_conv_states(
     layer: Any, states: torch.Tensor, state_idx: int = 0, *_: Any, **__: Any
 ) -> torch.Tensor:
     return torch.cat([layer.conv_states[state_idx], states], dim=-1)
+
+
+def add_to_notebook_table(trainer: Any, step: int, values: Mapping[str, float]) -> None:
+    """Add columns to a step's line in a trainer's notebook table, if it draws one.
+
+    `NotebookProgressCallback` of transformers 5.23 shows only the loss. With evaluations, its table
+    has one line per evaluation, and nothing is added.
+    """
+    if trainer.args.eval_strategy != "no":
+        return
+    for callback in trainer.callback_handler.callbacks:
+        table = getattr(callback, "training_tracker", None)
+        if table is not None:
+            table.write_line({"Step": step, **values})

@@ -12,18 +12,28 @@ _LEFT_OUT = ("seed", "use_async_batching", "use_cuda_graph", "varlen_compile_con
 
 _HINTS = get_type_hints(RolloutConfig)
 
-_FIELDS = [
-    field
-    for field in dataclasses.fields(RolloutConfig)
-    if field.name not in _LEFT_OUT and object not in get_args(_HINTS[field.name])
-]
+
+def _parsed_fields() -> list[dataclasses.Field[Any]]:
+    """Return the fields of `RolloutConfig` that a yaml file may hold."""
+    parsed_fields = []
+    for field in dataclasses.fields(RolloutConfig):
+        may_be_object = object in get_args(_HINTS[field.name])
+        if field.name not in _LEFT_OUT and not may_be_object:
+            parsed_fields.append(field)
+    return parsed_fields
+
+
+_FIELDS = _parsed_fields()
 
 
 def _parsed_type(field: dataclasses.Field[Any]) -> Any:
     """Return the type that transformers' argument parser reads a field as."""
-    if choices := field.metadata.get("choices"):
+    choices = field.metadata.get("choices")
+    if choices:
         return Literal[tuple(choices)]
-    return str if _may_be_word(field.name) else _HINTS[field.name]
+    if _may_be_word(field.name):
+        return str
+    return _HINTS[field.name]
 
 
 def _may_be_word(name: str) -> bool:
@@ -35,7 +45,9 @@ def _value(name: str, parsed: Any) -> Any:
     """Convert a string to a number where it is one; `RolloutConfig` refuses other strings."""
     # A yaml file has numbers, which stay as they are.
     if isinstance(parsed, str) and _may_be_word(name):
-        read = whole_number if int in get_args(_HINTS[name]) else real_number
+        read = real_number
+        if int in get_args(_HINTS[name]):
+            read = whole_number
         with suppress(ValueError):
             return read(parsed)
     return parsed
@@ -43,7 +55,11 @@ def _value(name: str, parsed: Any) -> Any:
 
 def _rollout_config(arguments: Any) -> RolloutConfig:
     """Return the settings as `attach` takes them; `ConfigurationError`: one is refused."""
-    return RolloutConfig(**{f.name: _value(f.name, getattr(arguments, f.name)) for f in _FIELDS})
+    settings: dict[str, Any] = {}
+    for field in _FIELDS:
+        parsed = getattr(arguments, field.name)
+        settings[field.name] = _value(field.name, parsed)
+    return RolloutConfig(**settings)
 
 
 def _argument(name: str, parsed_type: Any, default: Any, help_text: str) -> tuple[str, Any, Any]:
@@ -52,12 +68,17 @@ def _argument(name: str, parsed_type: Any, default: Any, help_text: str) -> tupl
     return name, parsed_type, dataclasses.field(default=default, metadata=metadata)
 
 
+def _arguments() -> list[tuple[str, Any, Any]]:
+    arguments = [_argument("use_cb_rollout", bool, False, "Roll out through cb_rollout.")]
+    for field in _FIELDS:
+        parsed_type = _parsed_type(field)
+        arguments.append(_argument(field.name, parsed_type, field.default, field.metadata["help"]))
+    return arguments
+
+
 RolloutArguments: Any = dataclasses.make_dataclass(
     "RolloutArguments",
-    [
-        _argument("use_cb_rollout", bool, False, "Roll out through cb_rollout."),
-        *(_argument(f.name, _parsed_type(f), f.default, f.metadata["help"]) for f in _FIELDS),
-    ],
+    _arguments(),
     namespace={
         "__doc__": "Every setting of `RolloutConfig` that a yaml file may hold.",
         "__module__": __name__,

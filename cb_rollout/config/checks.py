@@ -1,24 +1,26 @@
-"""Declare settings dataclasses whose fields carry their own check.
+"""Declare settings dataclasses whose fields check themselves.
 
-A check takes a value and returns it as plain Python, or raises ValueError with a complaint that
-follows `name=value`. Accepts the scalars of Python, numpy and torch; never a bool for a number.
-Loads neither numpy nor torch.
+A check takes a value and returns it as plain Python, or raises ValueError with a message that
+follows `name=value`. Numbers may be Python, numpy or torch scalars, but not bools. Loads neither
+numpy nor torch.
 """
 
 import dataclasses
-import difflib
 import functools
 import math
 import numbers
 import operator
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from enum import EnumMeta, StrEnum
 from typing import Any, TypeVar
 
-from cb_rollout.errors import RolloutError
+from cb_rollout.config import removed
+from cb_rollout.config.nearest import hint, nearest_names
+from cb_rollout.errors import InvalidRequestError, RolloutError
 
 T = TypeVar("T")
 Check = Callable[[Any], Any]
@@ -37,14 +39,18 @@ _REAL_NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 def setting(default: Any, help_text: str, check: Check | type[StrEnum] | None = None) -> Any:
     """Declare a field with its default, which is never checked, its help text and its check.
 
-    `check` makes a value plain, or complains; an enum takes one of its words; None: a bool, or a
-    whole number >= 0, as the default is.
+    `check` converts a value to plain Python, or raises; an enum class accepts its values; None
+    accepts a bool or a whole number >= 0, depending on the default.
     """
-    check = check or (boolean if isinstance(default, bool) else integer(0))
+    if check is None:
+        check = integer(0)
+        if isinstance(default, bool):
+            check = boolean
     metadata: dict[str, Any] = {"help": help_text, "check": check}
     if isinstance(check, EnumMeta):
         words = [str(member) for member in check.__members__.values()]
-        metadata |= {"check": one_of(*words, listed=True), "choices": words}
+        metadata["check"] = one_of(*words, listed=True)
+        metadata["choices"] = words
     # A dict has no hash; equal settings hash alike without the fields that are left open.
     return dataclasses.field(default=default, metadata=metadata, hash=default is not None)
 
@@ -54,9 +60,9 @@ def known_fields_only(
     synonyms: Mapping[str, str],
     renamed: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> Callable[[type[T]], type[T]]:
-    """Make a keyword dataclass raise `error` for an unknown field, with the right name.
+    """Make a keyword dataclass raise `error` for an unknown field, with a suggestion.
 
-    `synonyms` maps other projects' names to ours; `renamed` translates keywords that are accepted.
+    `synonyms` maps other projects' names to this package's; `renamed` maps accepted keywords.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -75,6 +81,25 @@ def known_fields_only(
     return decorate
 
 
+def checked_timeout(timeout: Any) -> float | None:
+    """Return a timeout in seconds; None: no limit, also for infinity.
+
+    Raises `InvalidRequestError` for anything but a number >= 0.
+    """
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    if not is_number or not float(timeout) >= 0:
+        raise InvalidRequestError(
+            f"timeout={timeout!r} is not a number >= 0 of seconds; None waits without a limit."
+        )
+    seconds = float(timeout)
+    if seconds >= threading.TIMEOUT_MAX:
+        # `threading` takes no more.
+        return None
+    return seconds
+
+
 def require_known(
     given: Iterable[str],
     known: Collection[str],
@@ -82,13 +107,32 @@ def require_known(
     error: type[RolloutError],
     synonyms: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise `error` for an unknown name, after `complaint`, with its synonym or the nearest one."""
+    """Raise an error for the first unknown name, with advice on what to write instead.
+
+    The advice is the replacement of a removed setting, a synonym, the nearest known name, or all
+    known names.
+
+    Args:
+        given: the names to check.
+        known: the names that exist.
+        complaint: the error's text up to the name.
+        error: the error's class.
+        synonyms: known names by the other names that mean them.
+    """
     for name in given:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            meant = (synonyms or {}).get(name) or next(iter(close), None)
-            hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(known) or 'none'}."
-            raise error(f"{complaint} {name!r}; {hint}")
+            advice = _advice_on_unknown(name, known, synonyms or {})
+            raise error(f"{complaint} {name!r}; {advice}")
+
+
+def _advice_on_unknown(name: str, known: Collection[str], synonyms: Mapping[str, str]) -> str:
+    if name in removed.SETTINGS:
+        return f"{removed.SETTINGS[name].sentence}."
+    meant = nearest_names(name, known, synonyms)
+    if meant:
+        return hint(meant)
+    all_names = ", ".join(known) or "none"
+    return f"known: {all_names}."
 
 
 def check_fields(settings: Any, error: type[RolloutError]) -> None:
@@ -97,23 +141,29 @@ def check_fields(settings: Any, error: type[RolloutError]) -> None:
         value = getattr(settings, field.name)
         if value is field.default:
             continue
-        try:
+        if value is None and field.default == ():
             # None is an empty collection.
-            value = () if value is None and field.default == () else value
+            value = ()
+        try:
             plain = field.metadata["check"](value)
         except ValueError as complaint:
-            raise error(f"{field.name}={shown(value)} {complaint}.") from None
+            message = f"{field.name}={shown(value)} {complaint}"
+            if isinstance(value, str) and (field.name, value) in removed.VALUES:
+                message = f"{message}; {removed.VALUES[field.name, value].sentence}"
+            raise error(f"{message}.") from None
         object.__setattr__(settings, field.name, plain)
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message writes it: shortened, and without a huge number's digits."""
+    """Return a value for a message: shortened, and without the digits of a huge number."""
     try:
         text = repr(value)
     except ValueError:
         # Python writes no integer of more than 4300 digits.
         return "(a number of thousands of digits)"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    if len(text) > MAX_SHOWN:
+        return f"{text[:MAX_SHOWN]}..."
+    return text
 
 
 def whole_number(text: str) -> int:
@@ -135,10 +185,11 @@ def real_number(text: str) -> float:
     Raises:
         ValueError: the text is anything else, or the number is too large for a float.
     """
-    number = float(text) if _REAL_NUMBER.fullmatch(text) else math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{shown(text)} is not a number in plain digits, such as 0.5")
-    return number
+    if _REAL_NUMBER.fullmatch(text):
+        number = float(text)
+        if math.isfinite(number):
+            return number
+    raise ValueError(f"{shown(text)} is not a number in plain digits, such as 0.5")
 
 
 def boolean(value: Any) -> bool:
@@ -156,17 +207,22 @@ def integer(
     most: int = MAX_INTEGER,
     also: tuple[str | None, ...] = (),
 ) -> Check:
-    """Accept a whole number from `least` to `most`, and the values in `also` as they are."""
-    range_text = f" >= {least}" if least > -MAX_INTEGER else ""
-    range_text += "".join(f", nor {word!r}" for word in also if word)
+    """Accept a whole number from `least` to `most`, and the values in `also`."""
+    range_text = ""
+    if least > -MAX_INTEGER:
+        range_text = f" >= {least}"
+    for word in also:
+        if word:
+            range_text += f", nor {word!r}"
 
     def check(value: Any) -> Any:
         if _is_one_of(value, also):
             return value
         plain = _plain(value)
         number = None
-        with suppress(TypeError):
-            number = None if isinstance(plain, bool) else operator.index(plain)
+        if not isinstance(plain, bool):
+            with suppress(TypeError):
+                number = operator.index(plain)
         if number is None or number < least:
             raise ValueError(f"is not a whole number{range_text}{advice}")
         if number > most:
@@ -177,7 +233,7 @@ def integer(
 
 
 def number(is_in_range: Callable[[float], bool], complaint: str, *also: Any) -> Check:
-    """Accept a real number in a range, and the values in `also` as they are."""
+    """Accept a real number in a range, and the values in `also`."""
 
     def check(value: Any) -> Any:
         if _is_one_of(value, also):
@@ -185,8 +241,9 @@ def number(is_in_range: Callable[[float], bool], complaint: str, *also: Any) -> 
         plain = _plain(value)
         is_real = isinstance(plain, numbers.Real) and not isinstance(plain, bool)
         real = math.nan
-        with suppress(OverflowError):
-            real = float(plain) if is_real else math.nan
+        if is_real:
+            with suppress(OverflowError):
+                real = float(plain)
         if math.isnan(real) or not is_in_range(real):
             raise ValueError(complaint)
         return real
@@ -201,7 +258,7 @@ def amount(unit: str, default: str | float | None) -> Check:
 
 
 def one_of(*values: Any, listed: bool = False) -> Check:
-    """Accept one of a few values; the first is the advice, unless all are `listed`."""
+    """Accept one of a few values; an error suggests the first, or all if `listed`."""
     complaint = f"is not available; leave it at {values[0]!r}"
     if listed:
         complaint = f"is not one of {', '.join(values)}"
@@ -216,15 +273,48 @@ def one_of(*values: Any, listed: bool = False) -> Check:
 
 def token_ids(value: Any) -> tuple[int, ...]:
     """Accept one token id or several, or an array of them."""
+    many = value
+    if not _is_many(value):
+        many = (value,)
     try:
-        return tuple(map(integer(), value if _is_many(value) else (value,)))
+        return tuple(map(integer(), many))
     except ValueError:
         raise ValueError("is not made of token ids") from None
 
 
+def plain_token_ids(ids: Iterable[Any]) -> list[int]:
+    """Return the token ids of one sequence as Python's integers.
+
+    Args:
+        ids: a sequence, or an array or a tensor of one axis.
+
+    Raises:
+        TypeError: an id is a boolean, or no whole number; the text says which, and where.
+    """
+    if hasattr(ids, "tolist"):
+        values = ids.tolist()  # type: ignore[attr-defined]
+    else:
+        values = list(ids)
+    if set(map(type, values)) == {int}:
+        return values
+    return [_plain_token_id(value, position) for position, value in enumerate(values)]
+
+
+def _plain_token_id(value: Any, position: int) -> int:
+    plain = _plain(value)
+    if isinstance(plain, bool):
+        raise TypeError(f"{plain} at position {position} is a boolean, as in a mask")
+    if isinstance(plain, float):
+        raise TypeError(f"{plain!r} at position {position} is a float, and ids are whole numbers")
+    try:
+        return operator.index(plain)
+    except TypeError as error:
+        raise TypeError(f"at position {position}: {error}") from None
+
+
 def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Accept sequences of token ids, none of them empty."""
-    if not _is_many(value) or not all(_is_many(sequence) and len(sequence) for sequence in value):
+    """Accept non-empty sequences of token ids."""
+    if not _is_many(value) or not all(map(_is_filled_sequence, value)):
         raise ValueError(
             "is not a sequence of token-id sequences; encode each word with "
             "tokenizer(word, add_special_tokens=False).input_ids"
@@ -232,19 +322,32 @@ def token_sequences(value: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(map(token_ids, value))
 
 
+def _is_filled_sequence(value: Any) -> bool:
+    return _is_many(value) and len(value) > 0
+
+
 def optional_path(value: Any) -> str | None:
     """Accept a path, and None."""
-    if value is not None and not (isinstance(value, str | os.PathLike) and str(value)):
+    if value is None:
+        return None
+    is_path = isinstance(value, str | os.PathLike) and str(value)
+    if not is_path:
         raise ValueError("is neither a path nor None")
-    return None if value is None else os.fspath(value)
+    return os.fspath(value)
 
 
 def strings(value: Any) -> tuple[str, ...]:
-    """Accept one string or several, none of them empty."""
-    many = (value,) if isinstance(value, str) else value
-    if not _is_many(many) or not all(isinstance(text, str) and text for text in many):
+    """Accept one or several non-empty strings."""
+    texts = value
+    if isinstance(value, str):
+        texts = (value,)
+    if not _is_many(texts) or not all(map(_is_filled_text, texts)):
         raise ValueError("is not a text, or several, each not empty")
-    return tuple(many)
+    return tuple(texts)
+
+
+def _is_filled_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def biases(largest: float, *, of_sequences: bool = False) -> Check:
@@ -254,24 +357,44 @@ def biases(largest: float, *, of_sequences: bool = False) -> Check:
     def check(value: Any) -> dict[Any, float]:
         if not (isinstance(value, Mapping) or of_sequences):
             raise ValueError("is not a dict of token id to number")
-        try:
-            pairs = list(value.items() if isinstance(value, Mapping) else value)
-            read = token_sequences if of_sequences else token_ids
-            plain = {key: added for name, added in pairs for key in read([name])}
-        except (TypeError, ValueError):
-            if not of_sequences:
-                raise
-            raise ValueError("is not a dict of token-id tuple to number") from None
+        if of_sequences:
+            plain = _by_sequence(value)
+        else:
+            plain = _by_token(value)
         for key, added in plain.items():
             try:
                 plain[key] = bias(added)
             except ValueError:
-                token = key[-1] if isinstance(key, tuple) else key
+                token = key
+                if isinstance(key, tuple):
+                    token = key[-1]
                 complaint = f"gives token {token} {added!r}, which is not a finite number"
                 raise ValueError(f"{complaint}; -inf forbids a token") from None
         return plain
 
     return check
+
+
+def _by_token(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    by_token: dict[Any, Any] = {}
+    for token, added in value.items():
+        (key,) = token_ids([token])
+        by_token[key] = added
+    return by_token
+
+
+def _by_sequence(value: Any) -> dict[Any, Any]:
+    pairs = value
+    if isinstance(value, Mapping):
+        pairs = value.items()
+    by_sequence: dict[Any, Any] = {}
+    try:
+        for sequence, added in pairs:
+            (key,) = token_sequences([sequence])
+            by_sequence[key] = added
+    except (TypeError, ValueError):
+        raise ValueError("is not a dict of token-id tuple to number") from None
+    return by_sequence
 
 
 def callables(value: Any) -> tuple[Any, ...]:
@@ -282,11 +405,19 @@ def callables(value: Any) -> tuple[Any, ...]:
 
 
 def _is_one_of(value: Any, words: Iterable[Any]) -> bool:
-    return any(value is word or (isinstance(value, str) and value == word) for word in words)
+    for word in words:
+        if value is word:
+            return True
+        # Arrays would compare with a word one by one.
+        if isinstance(value, str) and value == word:
+            return True
+    return False
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if getattr(value, "ndim", None) == 0 else value
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
 
 
 def _is_many(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Enumerate the values of settings that take one word of a few."""
+"""Enumerate the allowed values of settings."""
 
 from enum import StrEnum
 
@@ -11,7 +11,7 @@ class SchedulerType(StrEnum):
 
 
 class InFlight(StrEnum):
-    """Treatment of unfinished sequences when the weights change."""
+    """Choose what happens to unfinished sequences when the weights change."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -19,7 +19,7 @@ class InFlight(StrEnum):
 
 
 class WeightSync(StrEnum):
-    """Module that generates: the training module or a copy."""
+    """Choose which module generates: the training module or a copy."""
 
     AUTO = "auto"
     SHARED = "shared"
@@ -36,14 +36,14 @@ class RolloutDtype(StrEnum):
 
 
 class Numerics(StrEnum):
-    """Order of the sums of forwards."""
+    """Choose whether results may depend on the rest of the batch."""
 
     FAST = "fast"
     BITWISE = "bitwise"
 
 
 class LogprobsMode(StrEnum):
-    """Distribution that log-probabilities are taken from."""
+    """Choose which distribution log-probabilities belong to."""
 
     POLICY = "policy"
     PROCESSED = "processed"
@@ -58,28 +58,28 @@ class OldLogps(StrEnum):
 
 
 class LossForward(StrEnum):
-    """Forward that computes the loss's log-probabilities."""
+    """Choose which forward computes the loss's log-probabilities."""
 
     TRAINER = "trainer"
     PACKED = "packed"
 
 
 class OnLogprobDrift(StrEnum):
-    """Action on a drift beyond `max_logprob_drift`."""
+    """Choose what to do if the drift exceeds `max_logprob_drift`."""
 
     RAISE = "raise"
     RECOMPUTE = "recompute"
 
 
 class SamplingMaskMode(StrEnum):
-    """Use of the sampled token sets of top-k, top-p and min-p in the loss."""
+    """Choose whether the loss uses the ids that top-k, top-p and min-p kept."""
 
     IGNORE = "ignore"
     REPLAY = "replay"
 
 
 class ReleaseCache(StrEnum):
-    """Memory that is released while training runs."""
+    """Choose which memory to release while training runs."""
 
     BETWEEN_STEPS = "between_steps"
     WITH_WEIGHTS = "with_weights"

@@ -1,4 +1,4 @@
-"""Define two protocols of constrained decoding; `integrations.xgrammar` is an implementation."""
+"""Define the protocols of constrained decoding; `integrations.xgrammar` implements them."""
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -7,18 +7,18 @@ if TYPE_CHECKING:
 
 
 class GrammarMatcher(Protocol):
-    """State of one sequence in its grammar; called on the engine's thread."""
+    """Track the state of one sequence in its grammar; called on the engine's thread."""
 
     def fill_allowed_tokens(self, mask_V: "torch.Tensor") -> None:
-        """Set True where a token may come next; `mask_V`: bool, one per logit, CPU, all False."""
+        """Set True for each allowed next token in `mask_V`: bool, one per logit, CPU, all False."""
         ...
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by one sampled token; return False where the grammar forbids it."""
+        """Advance by one sampled token; return False if the grammar forbids it."""
         ...
 
     def is_terminated(self) -> bool:
-        """Return True when no token may follow; the sequence then ends."""
+        """Return True if no token may follow, which ends the sequence."""
         ...
 
 
@@ -27,5 +27,5 @@ class Grammar(Protocol):
     """A grammar, shared by every sequence that is sampled under it."""
 
     def matcher(self) -> GrammarMatcher:
-        """Return the state of a new sequence."""
+        """Create the matcher of a new sequence."""
         ...

@@ -1,101 +1,57 @@
-"""Read transformers' `GenerationConfig` and `ContinuousBatchingConfig` as our settings.
+"""Read transformers' `GenerationConfig` and `ContinuousBatchingConfig` as settings.
 
-Honours or refuses every field that would change what is sampled. Loads no torch, no transformers.
+A field is honoured, refused, or listed with the reason why it has no effect. Loads no torch, no
+transformers.
 """
 
 import dataclasses
+import difflib
 import math
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
-from cb_rollout.config import reference
+from cb_rollout.config import reference, removed
+from cb_rollout.config.checks import shown
+from cb_rollout.config.generation_fields import (
+    NO_EFFECT,
+    OTHER_NAME,
+    READ_ELSEWHERE,
+    REFUSED,
+    SAME_NAME,
+)
 from cb_rollout.config.rollout import RolloutConfig
-from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.config.sampling import SYNONYMS, SamplingParams
 from cb_rollout.errors import ConfigurationError
 
-# Fields that are honoured, under the same name and under another.
-SAME_NAME = (
-    "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty",
-    "no_repeat_ngram_size", "max_new_tokens", "max_length", "min_new_tokens", "min_length",
-    "eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens",
-)  # fmt: skip
-OTHER_NAME = ("stop_strings", "bad_words_ids", "sequence_bias", "suppress_tokens")
+# Sampling parameters that are no fields of transformers' `GenerationConfig`.
+_PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
-# Fields of transformers' `GenerationConfig` that sampling parameters correspond to.
-COUNTERPARTS = {name: name for name in (*SAME_NAME, "sequence_bias")} | {
-    "stop": "stop_strings",
-    "bad_words": "bad_words_ids",
-    "logit_bias": "suppress_tokens, sequence_bias of single tokens",
-}
+_ENGINE_FIELDS = {field.name for field in dataclasses.fields(RolloutConfig)} | reference.NAMES
 
-# Read elsewhere, or without effect on which tokens continuous batching samples; from
-# `num_assistant_tokens` on, settings of a draft model.
-INERT = {
-    "num_return_sequences", "pad_token_id", "bos_token_id", "use_cache", "cache_implementation",
-    "cache_config", "max_cache_len", "compile_config", "disable_compile", "low_memory",
-    "early_stopping", "length_penalty", "transformers_version", "output_attentions",
-    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
-    "prefill_chunk_size", "continuous_batching_config", "decoder_start_token_id", "use_mtp",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
-    "assistant_early_exit", "assistant_lookbehind", "target_lookbehind",
-    "assistant_ensemble_weight", "max_matching_ngram_size",
-}  # fmt: skip
-
-# Settings that are refused: the value at which each changes nothing, and what to use instead.
-_GENERATE = "use model.generate"
-_PROCESSOR = "pass transformers' own processor in SamplingParams(logits_processors=...)"
-REFUSED: dict[str, tuple[Any, str]] = {
-    "num_beams": (1, "use model.generate for beam search"),
-    "num_beam_groups": (1, "use model.generate for beam search"),
-    "diversity_penalty": (0.0, "use model.generate for beam search"),
-    "constraints": (None, "use model.generate for beam search, or SamplingParams(grammar=...)"),
-    "force_words_ids": (None, "use model.generate for beam search, or SamplingParams(grammar=...)"),
-    "encoder_no_repeat_ngram_size": (0, "use no_repeat_ngram_size"),
-    "epsilon_cutoff": (0.0, "use min_p"),
-    "eta_cutoff": (0.0, "use min_p"),
-    "top_h": (None, "use min_p"),
-    "typical_p": (1.0, "use min_p"),
-    "encoder_repetition_penalty": (1.0, _PROCESSOR),
-    "exponential_decay_length_penalty": (None, _PROCESSOR),
-    "guidance_scale": (1, _GENERATE),
-    "penalty_alpha": (None, _GENERATE),
-    "dola_layers": (None, _GENERATE),
-    "token_healing": (False, _GENERATE),
-    "renormalize_logits": (False, "leave it out: log-probabilities are normalized"),
-    "remove_invalid_values": (False, "leave it out: a sequence with invalid logits fails alone"),
-    "watermarking_config": (None, _PROCESSOR),
-    "max_time": (None, "end requests with cancel_request"),
-    "is_assistant": (False, _GENERATE),
-    "prompt_lookup_num_tokens": (None, _GENERATE),
-    "speculation_type": (None, _GENERATE),
-}
+# Fields of a `GenerationConfig` that are read, or that have no effect.
+_TAKEN = frozenset(chain(SAME_NAME, OTHER_NAME, READ_ELSEWHERE, NO_EFFECT, _ENGINE_FIELDS))
 
 
-def from_generation_config(generation_config: Any) -> SamplingParams:
-    """Read a transformers `GenerationConfig`, whose fields are off where they are None.
+def from_generation_config(
+    generation_config: Any, engine: RolloutConfig | None = None
+) -> SamplingParams:
+    """Read a transformers `GenerationConfig`; a field that is None is off.
 
-    Raises `ConfigurationError` for what is not honoured, `InvalidRequestError` for a bad value.
+    Args:
+        generation_config: the config.
+        engine: settings of the engine that will sample; engine settings in the config must equal
+            them. None: they are compared elsewhere.
+
+    Raises:
+        ConfigurationError: a field cannot be honoured, or asks for other engine settings.
+        InvalidRequestError: a value is out of its range.
     """
-    # By name, so that reading a config never loads torch.
-    if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
-        is_params = isinstance(generation_config, SamplingParams)
-        advice = "pass it as sampling_params" if is_params else "pass a transformers one"
-        raise ConfigurationError(
-            f"generation_config is a {type(generation_config).__name__}, "
-            f"{generation_config!r:.60}; {advice}."
-        )
-    settings = {
-        name: value
-        for name, value in vars(generation_config).items()
-        if value is not None and not name.startswith("_")
-    }
-    known = {*SAME_NAME, *OTHER_NAME, *INERT}
+    settings = _settings_of(generation_config)
     for name, value in settings.items():
-        neutral, advice = REFUSED.get(name, (None, _GENERATE))
-        if name not in known and value != neutral:
-            raise ConfigurationError(
-                f"GenerationConfig.{name}={value!r} is not honoured by cb_rollout; set it to "
-                f"{neutral!r}, or {advice}."
-            )
+        _require_honoured(name, value)
+    if engine is not None:
+        _require_engine(engine_settings(generation_config), engine)
     given = {name: settings[name] for name in SAME_NAME if name in settings}
     given.setdefault("do_sample", False)
     eos = given.get("eos_token_id")
@@ -107,59 +63,229 @@ def from_generation_config(generation_config: Any) -> SamplingParams:
     )
 
 
+def _settings_of(generation_config: Any) -> dict[str, Any]:
+    """Return the fields of a `GenerationConfig` that are not None."""
+    # By name, so that reading a config never loads torch.
+    if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
+        raise ConfigurationError(
+            f"generation_config is a {type(generation_config).__name__}, "
+            f"{generation_config!r:.60}; {_advice_on_other(generation_config)}."
+        )
+    settings: dict[str, Any] = {}
+    for name, value in vars(generation_config).items():
+        is_private = name.startswith("_")
+        if value is not None and not is_private:
+            settings[name] = value
+    return settings
+
+
+def _advice_on_other(given: Any) -> str:
+    """Return advice for an object that was passed instead of a `GenerationConfig`."""
+    if isinstance(given, SamplingParams):
+        return "pass it as sampling_params"
+    if isinstance(given, RolloutConfig) or _is_batching_config(given):
+        return "pass it as continuous_batching_config, or as config of a RolloutGenerator"
+    if hasattr(given, "decode"):
+        return "pass it as tokenizer"
+    return "pass a transformers one"
+
+
+def _require_honoured(name: str, value: Any) -> None:
+    """Raise `ConfigurationError` for a field of a `GenerationConfig` that is not honoured."""
+    if name in _TAKEN:
+        return
+    field = f"GenerationConfig.{name}={shown(value)}"
+    if name not in REFUSED:
+        raise ConfigurationError(
+            f"{field} is not a field of transformers; {_advice_on_field(name)}"
+        )
+    refusal = REFUSED[name]
+    if value not in refusal.neutral:
+        raise ConfigurationError(
+            f"{field} is not honoured by cb_rollout: {refusal.reason}; set it to "
+            f"{refusal.neutral[0]!r}, or {refusal.advice}."
+        )
+
+
+def _advice_on_field(name: str) -> str:
+    """Return advice for a field that neither transformers nor an engine has."""
+    if name in _PARAMETERS:
+        return f"pass sampling_params=SamplingParams({name}=...)."
+    if name in removed.SETTINGS:
+        return f"{removed.SETTINGS[name].sentence}."
+    meant = SYNONYMS.get(name)
+    if meant is None:
+        fields = chain(SAME_NAME, OTHER_NAME, READ_ELSEWHERE, NO_EFFECT, REFUSED, _ENGINE_FIELDS)
+        closest = difflib.get_close_matches(name, list(fields), n=1)
+        if not closest:
+            return "leave it out."
+        meant = closest[0]
+    return f"did you mean {meant!r}?"
+
+
+def engine_settings(generation_config: Any) -> dict[str, Any]:
+    """Return the engine settings in a `GenerationConfig`, as fields of `RolloutConfig`.
+
+    Each field of its `continuous_batching_config` counts if it differs from transformers' default.
+    The `GenerationConfig` itself may also have such fields, as in transformers' guide.
+
+    Raises `ConfigurationError` for a setting that cannot be honoured.
+    """
+    settings = _settings_of(generation_config)
+    held = settings.get("continuous_batching_config", {})
+    if isinstance(held, Mapping):
+        # As a saved generation config has it.
+        asked: dict[str, Any] = {}
+        for name, value in held.items():
+            if value is not None or name in reference.NONE_ASKS:
+                asked[name] = value
+    else:
+        asked = _given_fields(held)
+    for name in sorted(_ENGINE_FIELDS & settings.keys()):
+        value = settings[name]
+        if asked.setdefault(name, value) != value:
+            raise ConfigurationError(
+                f"the generation config has {name}={shown(value)}, but its "
+                f"continuous_batching_config has {shown(asked[name])}; keep one of the two."
+            )
+    own = reference.own_settings(asked)
+    if not own:
+        return {}
+    read = RolloutConfig(**own)
+    return {name: getattr(read, name) for name in own}
+
+
+def _require_engine(asked: Mapping[str, Any], engine: RolloutConfig) -> None:
+    """Raise `ConfigurationError` if an engine's settings differ from the requested ones."""
+    for name, value in asked.items():
+        present = getattr(engine, name)
+        if present != value:
+            raise ConfigurationError(
+                f"the generation config asks for {name}={shown(value)}, but the engine was made "
+                f"with {name}={shown(present)}. An engine's settings cannot change; set "
+                f"RolloutConfig({name}={shown(value)}) when you make it."
+            )
+
+
 def _bad_words(words: Any, eos: Any) -> Any:
-    """Leave out end-of-sequence tokens, as transformers' own processor does."""
-    eos_ids = eos if isinstance(eos, list | tuple) else (eos,)
-    return tuple(word for word in words if list(word) not in [[token] for token in eos_ids])
+    """Return the banned sequences without end-of-sequence tokens, as in transformers."""
+    eos_ids = eos
+    if not isinstance(eos, list | tuple):
+        eos_ids = (eos,)
+    left_out = [[token_id] for token_id in eos_ids]
+    return tuple(word for word in words if list(word) not in left_out)
 
 
 def _biases(settings: dict[str, Any]) -> dict[str, Any]:
-    """Split `sequence_bias` by length, and join `suppress_tokens` to the single tokens."""
-    given = settings.get("sequence_bias", {})
-    pairs = {tuple(s): v for s, v in (given.items() if isinstance(given, dict) else given)}
-    single = {sequence[0]: value for sequence, value in pairs.items() if len(sequence) == 1}
-    single |= dict.fromkeys(settings.get("suppress_tokens", ()), -math.inf)
-    several = {sequence: value for sequence, value in pairs.items() if len(sequence) > 1}
-    return {"logit_bias": single or None, "sequence_bias": several or None}
+    """Split `sequence_bias` by length, and merge `suppress_tokens` into the single tokens."""
+    pairs = settings.get("sequence_bias", {})
+    if isinstance(pairs, dict):
+        pairs = pairs.items()
+    of_tokens: dict[Any, Any] = {}
+    of_sequences: dict[Any, Any] = {}
+    for token_ids, bias in pairs:
+        sequence = tuple(token_ids)
+        if len(sequence) == 1:
+            of_tokens[sequence[0]] = bias
+        elif sequence:
+            of_sequences[sequence] = bias
+    for token_id in settings.get("suppress_tokens", ()):
+        of_tokens[token_id] = -math.inf
+    return {"logit_bias": of_tokens or None, "sequence_bias": of_sequences or None}
 
 
-def as_rollout_config(config: Any) -> RolloutConfig:
-    """Read None or a transformers `ContinuousBatchingConfig`; may raise `ConfigurationError`."""
+def as_rollout_config(config: Any, generation_config: Any = None) -> RolloutConfig:
+    """Read the settings of an engine.
+
+    Args:
+        config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`; None: the settings
+            in the generation config, else the defaults.
+        generation_config: a transformers `GenerationConfig`, or None. Its engine settings apply to
+            fields that `config` leaves at their defaults.
+
+    Raises:
+        ConfigurationError: a setting cannot be honoured, or the two differ.
+    """
+    if generation_config is None:
+        return _rollout_config(config)
+    held = getattr(generation_config, "continuous_batching_config", None)
+    if config is None and not isinstance(held, Mapping):
+        config = held
+    resolved = _rollout_config(config)
+    changes = {}
+    for name, value in engine_settings(generation_config).items():
+        present = getattr(resolved, name)
+        if present == value:
+            continue
+        if present != getattr(RolloutConfig, name):
+            raise ConfigurationError(
+                f"{name} is {shown(present)} in the config and {shown(value)} in the generation "
+                "config; remove one of the two."
+            )
+        changes[name] = value
+    if not changes:
+        return resolved
+    return dataclasses.replace(resolved, **changes)
+
+
+def _rollout_config(config: Any) -> RolloutConfig:
     if config is None:
         return RolloutConfig()
     if isinstance(config, RolloutConfig):
         return config
+    return RolloutConfig(**_given_fields(config, are_all=True))
+
+
+def _is_batching_config(config: Any) -> bool:
     is_record = dataclasses.is_dataclass(config) and not isinstance(config, type)
-    if not (is_record and hasattr(config, "max_batch_tokens")):
+    return is_record and hasattr(config, "max_batch_tokens")
+
+
+def _given_fields(config: Any, *, are_all: bool = False) -> dict[str, Any]:
+    """Return the fields of transformers' `ContinuousBatchingConfig` that are not at its defaults.
+
+    `are_all`: also return fields whose default differs from this package's. Raises
+        `ConfigurationError` for an unknown field.
+    """
+    if not _is_batching_config(config):
         raise ConfigurationError(
-            f"config is a {type(config).__name__}; pass a RolloutConfig or a transformers "
-            "ContinuousBatchingConfig."
+            f"config is a {type(config).__name__}; {_advice_on_config(config)}."
         )
-    known = {field.name for field in dataclasses.fields(RolloutConfig)} | reference.NAMES
     given: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        make = field.default_factory
-        default = field.default if make is dataclasses.MISSING else make()
-        if field.name in known:
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name in _ENGINE_FIELDS:
             # None leaves the choice open, except to a field whose default is something else.
-            if value is not None or field.name in reference.NAMES:
+            is_asked = field.name in reference.NAMES or field.name in reference.NONE_ASKS
+            is_given = value is not None or is_asked
+            if is_given and (are_all or value != default):
                 given[field.name] = value
         elif value != default:
             advice = "cb_rollout does not know this field"
             raise reference.unavailable(field.name, value, default, advice)
-    if "use_default_compile_configs" in given:
-        # transformers sets the level too, to another compilation than ours.
-        given.pop("default_compile_level", None)
-    return RolloutConfig(**given)
+    return given
 
 
-def as_trainers_config(config: Any, seed: int) -> RolloutConfig:
-    """Return `as_rollout_config(config)` with a seed, and log-probabilities, which must be on."""
+def _advice_on_config(given: Any) -> str:
+    """Return advice for an object that was passed instead of an engine's settings."""
+    if "GenerationConfig" in {kind.__name__ for kind in type(given).__mro__}:
+        return "pass it as generation_config"
+    if isinstance(given, SamplingParams):
+        return "pass it as sampling_params of generate_batch or add_request"
+    return "pass a RolloutConfig or a transformers ContinuousBatchingConfig"
+
+
+def as_trainers_config(config: Any, seed: int, generation_config: Any = None) -> RolloutConfig:
+    """Return `as_rollout_config` with a seed; refuse it if log-probabilities are off."""
     if isinstance(config, RolloutConfig) and not config.return_logprobs:
-        raise ConfigurationError("return_logprobs=False: the trainer needs them; leave it True.")
-    resolved = as_rollout_config(config)
-    # transformers' own config leaves them out by default.
-    return dataclasses.replace(
-        resolved, return_logprobs=True, seed=seed if resolved.seed is None else resolved.seed
-    )
+        raise ConfigurationError(
+            "return_logprobs=False: the trainer needs log-probabilities; set it to True."
+        )
+    resolved = as_rollout_config(config, generation_config)
+    if resolved.seed is not None:
+        seed = resolved.seed
+    # transformers' own config leaves log-probabilities out by default.
+    return dataclasses.replace(resolved, return_logprobs=True, seed=seed)

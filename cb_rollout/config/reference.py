@@ -1,4 +1,4 @@
-"""Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.23).
+"""Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.24).
 
 `RolloutConfig` takes their names; `as_rollout_config` reads a config by them. Loads no torch.
 """
@@ -11,48 +11,48 @@ from cb_rollout.errors import ConfigurationError
 # transformers 5.17 renamed the first; its old name stays there, deprecated.
 RENAMED = {"page_size": "block_size"}
 
-# A level of default compilation, and the setting that asks for the same.
-_COMPILE_LEVELS: dict[int, dict[str, Any]] = {0: {}, 1: {"use_default_compile_configs": True}}
-_LEVELS_ADVICE = "1 compiles decode steps with inductor's defaults"
-
 # Fields without a counterpart: the values that ask for nothing here, and what to set instead.
 # Without values, no value asks for anything.
 NO_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
-    "safety_margin": ((None, 0.0), "a lower max_requests_per_batch keeps blocks free"),
     "auto_switch_to_flash": ((True, False), "no attention is switched"),
-    "cpu_offload_space": (
-        (0.0,),
-        "preempted sequences are computed again, and a higher max_memory_percent preempts fewer",
-    ),
-    "cpu_offload_space_safety_threshold": ((), "nothing is offloaded"),
     "per_request_processors": ((True, False), "every request has its own"),
     "drop_unsupported_processors": ((True, False), "none is dropped"),
     "disable_nccl_graph_mixing": ((True, False), "no graph holds a collective"),
-    "cpu_group_timeout": ((300.0, None), "an engine has no such group"),
 }
 
-NAMES = frozenset({*RENAMED, *NO_COUNTERPART, "default_compile_level"})
+# Fields that `RolloutConfig` has under the same name.
+SAME_NAME = (
+    "block_size", "num_blocks", "max_batch_tokens", "max_memory_percent", "max_requests_per_batch",
+    "max_blocks_per_request", "allow_block_sharing", "use_async_batching", "use_cuda_graph",
+    "q_padding_interval_size", "kv_padding_interval_size", "varlen_compile_config",
+    "decode_compile_config", "default_compile_level", "use_default_compile_configs",
+    "max_cached_graphs", "scheduler_type", "return_logprobs", "seed", "max_queue_size",
+    "cpu_offload_space", "cpu_offload_space_safety_threshold", "safety_margin", "cpu_group_timeout",
+)  # fmt: skip
+
+# Fields for which None asks for something else than the default.
+NONE_ASKS = frozenset({"cpu_offload_space"})
+
+NAMES = frozenset({*RENAMED, *NO_COUNTERPART})
 
 
 def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by our names, or raise `ConfigurationError` for one that is unavailable."""
-    theirs = {name: value for name, value in given.items() if name in NAMES}
-    own = {name: value for name, value in given.items() if name not in NAMES}
-    level = theirs.pop("default_compile_level", 0)
-    if level not in _COMPILE_LEVELS:
-        raise unavailable("default_compile_level", level, 0, _LEVELS_ADVICE)
-    own = _COMPILE_LEVELS[level] | own
-    for name, value in theirs.items():
+    settings = {name: value for name, value in given.items() if name not in NAMES}
+    for name, value in given.items():
         if name in NO_COUNTERPART:
-            values, advice = NO_COUNTERPART[name]
-            if values and value not in values:
-                raise unavailable(name, value, values[0], advice)
-        elif own.setdefault(RENAMED[name], value) != value:
-            raise ConfigurationError(
-                f"{RENAMED[name]}={own[RENAMED[name]]!r} and {name}={value!r} are one setting "
-                "under two names; give one."
-            )
-    return own
+            neutral, advice = NO_COUNTERPART[name]
+            if neutral and value not in neutral:
+                raise unavailable(name, value, neutral[0], advice)
+        elif name in RENAMED:
+            our_name = RENAMED[name]
+            our_value = settings.setdefault(our_name, value)
+            if our_value != value:
+                raise ConfigurationError(
+                    f"{our_name}={our_value!r} and {name}={value!r} are one setting "
+                    "under two names; give one."
+                )
+    return settings
 
 
 def unavailable(name: str, value: Any, neutral: Any, advice: str) -> ConfigurationError:

@@ -1,8 +1,9 @@
 """Define `RolloutConfig`: every setting of a rollout, with its default, range and meaning.
 
-Resolves nothing that needs a model or a device. Loads no torch.
+Does not depend on a model or a device; values that do are chosen elsewhere. Loads no torch.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from cb_rollout.config.checks import (
     setting,
 )
 from cb_rollout.config.combinations import refused
+from cb_rollout.config.compilation import MAX_LEVEL, compile_setting
 from cb_rollout.config.enums import (
     LogprobsMode,
     LossForward,
@@ -36,24 +38,42 @@ from cb_rollout.errors import ConfigurationError
 # Above every count that a machine holds: the memory plan answers with what it does hold.
 MAX_COUNT = 2**62
 
-# vLLM's names, and settings that belong to SamplingParams.
+# Names of vLLM, SGLang and others, and settings that belong to SamplingParams.
 SYNONYMS = {
     "max_num_seqs": "max_requests_per_batch",
+    "max_running_requests": "max_requests_per_batch",
+    "max_batch_size": "max_requests_per_batch",
+    "context_length": "max_model_len",
+    "max_seq_len": "max_model_len",
+    "max_seq_length": "max_model_len",
+    "max_total_tokens": "max_model_len",
+    "num_gpu_blocks": "num_blocks",
+    "num_gpu_blocks_override": "num_blocks",
+    "kv_cache_blocks": "num_blocks",
+    "chunked_prefill_size": "max_batch_tokens",
+    "mem_fraction_static": "max_memory_percent",
+    "gpu_memory_fraction": "max_memory_percent",
+    "swap_space": "cpu_offload_space",
+    "enforce_eager": "use_cuda_graph",
+    "old_logprobs": "old_logps",
     "max_num_batched_tokens": "max_batch_tokens",
     "gpu_memory_utilization": "max_memory_percent",
     "enable_prefix_caching": "allow_block_sharing",
     "dtype": "rollout_dtype",
     "temperature": "SamplingParams(temperature=...)",
     "max_new_tokens": "SamplingParams(max_new_tokens=...)",
+    "max_tokens": "SamplingParams(max_new_tokens=...)",
+    "top_p": "SamplingParams(top_p=...)",
+    "top_k": "SamplingParams(top_k=...)",
 }
 
 
 @known_fields_only(ConfigurationError, SYNONYMS, own_settings)
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Settings of a rollout generator; every one is honoured or refused, none ignored.
+    """Settings of a rollout generator. A setting that cannot be honoured raises an error.
 
-    transformers' own names are taken too: `page_size` is `block_size`.
+    transformers' names for a setting work too, such as `page_size` for `block_size`.
 
     Raises:
         ConfigurationError: a field is unknown, out of range, or cannot be honoured.
@@ -62,62 +82,97 @@ class RolloutConfig:
     block_size: int = setting(32, "Tokens per KV cache block.", integer(1, most=MAX_COUNT))
     num_blocks: int | None = setting(
         None,
-        "KV cache blocks; None: as many as the workload uses, within max_memory_percent.",
+        "Number of KV cache blocks; None: as many as the workload needs, within "
+        "max_memory_percent.",
         integer(1, most=MAX_COUNT),
     )
     max_batch_tokens: int | None = setting(
         None,
-        "Most prompt tokens in one forward, any padding included; None: chosen by device.",
+        "Maximum prompt tokens in one forward, padding included; None: a default for the device.",
         integer(1),
     )
     max_requests_per_batch: int | None = setting(
-        None, "Most sequences decoded together; None: chosen by device.", integer(1, most=MAX_COUNT)
+        None,
+        "Maximum sequences that are decoded together; None: a default for the device.",
+        integer(1, most=MAX_COUNT),
     )
     max_memory_percent: float = setting(
         0.8,
-        "Share of the free memory, after the training reserve, that the KV cache may take.",
+        "Share of the free memory, after the training reserve, that the KV cache may use.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; 0.4 is 40%"),
     )
     max_blocks_per_request: int | None = setting(
         None,
-        "Most KV cache blocks of one sequence; None or 0: bounded by the model and the cache.",
+        "Accepted for compatibility with transformers, where it is the size of a block table. "
+        "Here, 0 decodes with the model's own attention, without paged kernels, CUDA graphs or "
+        "compilation; other values change nothing. To limit a sequence's length, set "
+        "max_model_len.",
         integer(0),
     )
+    max_model_len: int | None = setting(
+        None,
+        "Maximum tokens of one sequence, prompt included; None: limited by model and cache.",
+        integer(1, most=MAX_COUNT),
+    )
     allow_block_sharing: bool = setting(
-        True, "Share the blocks of equal prefixes between sequences under one policy version."
+        True, "Let sequences of one policy version share the blocks of equal prefixes."
     )
     use_async_batching: bool | None = setting(
         None,
-        "Launch a decode step before the last one's tokens have come; "
-        "None: where steps are CUDA graphs, and no state is recurrent.",
+        "Launch a decode step before the tokens of the previous one have arrived; None: only if "
+        "steps are CUDA graphs and the model has no recurrent states.",
         one_of(None, True, False),
     )
     use_cuda_graph: bool | tuple[bool, bool] | None = setting(
         None,
-        "Decode under CUDA graphs; None: where device and model allow; False: also no trace of the "
-        "forward on a CPU; a pair, as transformers has it: of prefill, which must be False, and of "
-        "decode.",
+        "Decode with CUDA graphs; None: if device and model allow it; False: never, and on a CPU "
+        "without a traced forward. As in transformers, a pair is (prefill, decode); prefill must "
+        "be False.",
         one_of(None, True, False, (False, True), (False, False), [False, True], [False, False]),
     )
     q_padding_interval_size: int = setting(
-        0, "Rows of a decode graph are rounded up to a multiple of this; 0: chosen."
+        0,
+        "For CUDA graphs and for compiled forwards of fixed sizes, round the number of sequences "
+        "(in prefill: of prompt tokens) up to a multiple of this. A larger value means fewer "
+        "graphs and more padding; 0: chosen automatically.",
     )
     kv_padding_interval_size: int = setting(
-        0, "Keys of a decode graph are not padded; not available.", one_of(0)
+        0,
+        "Accepted for compatibility with transformers. It changes nothing, because a CUDA graph "
+        "here reads sequences of any length.",
     )
-    max_cached_graphs: int = setting(0, "Decode graphs kept; 0: chosen.")
+    max_cached_graphs: int = setting(
+        0,
+        "Maximum number of CUDA graphs to keep for decode steps, and of sizes that a compile "
+        "config with dynamic=False compiles; 0: chosen automatically.",
+    )
     varlen_compile_config: object | None = setting(
-        None, "torch.compile of prefill; not available.", one_of(None)
+        None,
+        "torch.compile settings for packed prefill: transformers' CompileConfig, or a dict of its "
+        "fields. None: follow default_compile_level, then the generation config's compile_config; "
+        "if neither is set, do not compile.",
+        compile_setting("varlen_compile_config"),
     )
     decode_compile_config: object | None = setting(
         None,
-        "torch.compile of decode steps with settings of your own; not available.",
-        one_of(None),
+        "torch.compile settings for decode steps, in the same forms. None: follow "
+        "default_compile_level, then the generation config's compile_config, then "
+        "use_default_compile_configs.",
+        compile_setting("decode_compile_config"),
+    )
+    default_compile_level: int = setting(
+        0,
+        "Compile prefill and decode steps that have no compile config of their own. 1: inductor's "
+        "defaults; 2: mode='max-autotune-no-cudagraphs'; 3: the same, with one graph per size; 0: "
+        "follow the other settings.",
+        integer(0, most=MAX_LEVEL),
     )
     use_default_compile_configs: bool | None = setting(
         None,
-        "Have inductor compile decode steps; None: where they are CUDA graphs, and on a CPU after "
-        "2,000 steps; prefill is not compiled.",
+        "Compile decode steps with inductor and the engine's own settings; None: if steps are "
+        "CUDA graphs, but not under attach below 20,000 steps, and on a CPU after 2,000 "
+        "steps. In a ContinuousBatchingConfig, True sets default_compile_level=3, as it does in "
+        "transformers.",
         one_of(None, True, False),
     )
     scheduler_type: str = setting(
@@ -126,132 +181,179 @@ class RolloutConfig:
         "prefill_first: decode only when no prompt can be admitted.",
         SchedulerType,
     )
-    return_logprobs: bool = setting(True, "Deliver the log-probability of every sampled token.")
+    safety_margin: float | None = setting(
+        None,
+        "Share of the KV cache blocks that must be free before another sequence is admitted; "
+        "0: none; None: one block per running sequence.",
+        number(lambda v: 0 <= v <= 1, "is neither None nor a share in [0, 1]; 0.15 is 15%", None),
+    )
+    return_logprobs: bool = setting(True, "Return the log-probability of every sampled token.")
+    cpu_offload_space: float | None = setting(
+        0.0,
+        "GiB of host memory for the keys of preempted sequences, which are copied back if that is "
+        "faster than recomputing them. 0: always recompute; None: as much as "
+        "cpu_offload_space_safety_threshold allows. No effect on a CPU, where the keys are "
+        "already in host memory.",
+        amount("GiB", None),
+    )
+    cpu_offload_space_safety_threshold: float = setting(
+        0.8,
+        "Largest share of the available host memory for cpu_offload_space; a larger value is "
+        "reduced to it, with a warning. 0: offload nothing; 1: use all of it.",
+        number(lambda v: 0 <= v <= 1, "is outside [0, 1]; 0.8 is 80%"),
+    )
+    cpu_group_timeout: float | None = setting(
+        None,
+        "Seconds that a process of a tensor-parallel group waits for the other processes before "
+        "it raises an error; None: the timeout of init_process_group.",
+        number(
+            lambda v: 0 < v < math.inf, "is neither None nor a finite number > 0 of seconds", None
+        ),
+    )
     max_queue_size: int = setting(
-        0, "Most requests that may wait; one more raises QueueFullError. 0: unlimited."
+        0, "Maximum number of waiting requests; another one raises QueueFullError. 0: unlimited."
     )
     seed: int | None = setting(
         None,
-        "Seed of the random draws; None: the trainer's seed when attached, else fresh.",
+        "Seed for sampling; None: the trainer's seed under attach, otherwise a random one.",
         integer(0),
     )
 
     weight_sync: str = setting(
         "auto",
-        "shared: generate with the training module; copy: with a copy that each sync updates in "
-        "place, adapters merged; auto: copy if sharded, if autocast casts the weights anyway, or, "
-        "with adapters, if a GPU has room; else shared.",
+        "shared: generate with the training module; copy: generate with a copy, with adapters "
+        "merged, that each sync updates in place; auto: copy if the model is sharded, if autocast "
+        "casts the weights anyway, or if the model has adapters and the GPU has room; otherwise "
+        "shared.",
         WeightSync,
     )
     tensor_parallel_size: int = setting(
         1,
-        "Neighbouring processes over which the layers of a copy are split, by transformers' tensor "
-        "parallelism; they roll out the prompts of all of them together. Of a RolloutPool: actors "
-        "of each worker. 1: each process has the whole model, or its part of a split one.",
+        "Number of neighbouring processes that split each layer of a copy, with transformers' "
+        "tensor parallelism, and generate all their prompts together. In a RolloutPool: actors "
+        "per worker. 1: each process has the whole model, or its part of a model that is already "
+        "split.",
         integer(1),
     )
     rollout_dtype: str = setting(
         "auto",
-        "auto: what the trainer's forward computes in; else autocast to this dtype or, with "
-        "weight_sync='copy' and weights that are not float32, hold the copy in it.",
+        "auto: the dtype of the trainer's forward. With another dtype, the rollout runs under "
+        "autocast to it or, with weight_sync='copy' and weights that are not float32, stores the "
+        "copy in it.",
         RolloutDtype,
     )
     verify_weight_sync: bool = setting(
-        False, "After a sync compare every tensor of a copy; WeightSyncError if any differs."
+        False,
+        (
+            "After each sync, compare every tensor of the copy; raise WeightSyncError if one "
+            "differs."
+        ),
     )
     logprobs_mode: str = setting(
         "policy",
         "policy: log-softmax of logits/temperature over the whole vocabulary, as the loss "
-        "recomputes it; processed: after penalties, bans and truncation too.",
+        "recomputes it; processed: the same after penalties, bans and truncation.",
         LogprobsMode,
     )
     numerics: str = setting(
         "fast",
-        "fast: log-probabilities equal the trainer's to rounding; bitwise: in every bit, whatever "
-        "else is in the batch; on CPUs.",
+        "fast: log-probabilities equal the trainer's up to rounding; bitwise: they are bit for "
+        "bit equal, whatever else is in the batch (CPUs only).",
         Numerics,
     )
     sampling_mask: str = setting(
         "ignore",
-        "ignore: the loss uses the whole vocabulary; replay: each token's top-k, top-p or min-p "
-        "set is recorded, and the log-probabilities of rollout and loss are over that set alone.",
+        "Applies to top_k, top_p and min_p. ignore: the loss normalizes over the whole "
+        "vocabulary, although tokens were sampled from a part of it; replay: record the token ids "
+        "that truncation kept for each sampled token, and normalize over these only, in the "
+        "rollout and in the loss.",
         SamplingMaskMode,
     )
     router_replay: bool = setting(
         False,
-        "Mixture of experts: record the experts that each token takes in the rollout, prompts "
-        "included; every forward of the loss takes them again, with its own scores of them.",
+        "For a mixture of experts: record each token's experts in the rollout, prompts included, "
+        "and use the same experts in every forward of the loss, with the loss's own scores.",
     )
     replay_num_rollouts: int = setting(
         4,
-        "Earlier training rollouts whose sampling masks and experts are kept for a trainer class "
-        "of your own that trains on their rows again; 0: none.",
+        "Number of earlier training rollouts whose sampling masks and experts are kept, for a "
+        "trainer class of your own that trains on their rows again; 0: none.",
     )
     old_logps: str = setting(
         "auto",
-        "trainer: the trainer's forward recomputes the old log-probabilities; rollout: the sampled "
-        "ones are the old ones, and that forward is saved; auto: saved once a verification has "
-        "found the two equal to rounding; the old ones are then the loss's own where a rollout "
-        "trains one step, else the sampled ones.",
+        "Source of the old log-probabilities, those of the policy before the update. trainer: "
+        "another forward of the trainer, as in TRL; rollout: those that sampling recorded, "
+        "without that forward; auto: as trainer, until a verification finds both equal up to "
+        "rounding. From then on without the forward: the loss's own if each rollout trains one "
+        "step, otherwise the sampled ones.",
         OldLogps,
     )
     loss_forward: str = setting(
         "packed",
-        "trainer: the loss computes the trainer's padded batch; packed: no padding, each common "
-        "prefix once, and no gradient of rows without an advantage.",
+        "How the loss runs the model. packed: all completions in one row without padding, each "
+        "shared prompt once, and completions without an advantage without gradients; trainer: the "
+        "trainer's padded batch.",
         LossForward,
     )
     loss_tokens_per_forward: int | str = setting(
         "auto",
-        "Tokens of one forward of loss_forward='packed'; a larger batch is cut, and the backward "
-        "pass computes each part again; auto: all of the trainer's micro-batch.",
+        "Maximum tokens in one forward of loss_forward='packed'. A larger batch is cut into "
+        "parts, which saves memory but recomputes each part in the backward pass; auto: the whole "
+        "micro-batch.",
         integer(1, also=("auto",)),
     )
     verify_every_steps: int = setting(
-        10, "Recompute some sequences with a plain forward every this many rollouts; 0: never."
+        10,
+        (
+            "Every N rollouts, recompute some sequences with a plain forward and compare them; 0: "
+            "never."
+        ),
     )
     verify_num_sequences: int = setting(
-        2, "How many sequences each verification recomputes.", integer(1)
+        2, "Number of sequences that each verification recomputes.", integer(1)
     )
     max_logprob_drift: float | None = setting(
         None,
-        "Act as on_logprob_drift says beyond this difference, in nats; None: only report it.",
+        "Largest allowed difference, in nats, between a sampled log-probability and the "
+        "trainer's; on_logprob_drift says what happens beyond it. None: only report the "
+        "difference.",
         amount("nats", None),
     )
     on_logprob_drift: str = setting(
         "raise",
-        "raise: LogprobDriftError; recompute: warn, and from then on old_logps='trainer'.",
+        "What to do beyond max_logprob_drift. raise: raise LogprobDriftError; recompute: warn, "
+        "and use old_logps='trainer' from then on.",
         OnLogprobDrift,
     )
     record_num_sequences: int = setting(
-        4, "Sequences per rollout written, token by token, to the run's records; 0: none."
+        4, "Number of sequences per rollout to write to the run's records, token by token; 0: none."
     )
     save_rollouts: str | None = setting(
         None,
-        "Folder that gets every rollout of a trainer as Parquet files, to train from again by "
-        "SavedRollouts; None: none.",
+        "Folder in which to save every rollout of a trainer as Parquet files, so that "
+        "SavedRollouts can train from them again; None: save none.",
         optional_path,
     )
     concurrent_tools: bool = setting(
         True,
-        "Call the tools of all conversations of a turn at the same time, each call in a "
-        "thread of its own; off: one after the other, on the trainer's thread.",
+        "In each turn, call the tools of all conversations at the same time, each in its own "
+        "thread; False: one after the other, on the trainer's thread.",
     )
     tool_timeout_seconds: float | None = setting(
         None,
-        "Longest time of one tool call; the conversation is told of the ToolTimeoutError and goes "
-        "on. None: unlimited.",
+        "Time limit of one tool call, in seconds; beyond it, the conversation gets a "
+        "ToolTimeoutError as the answer and continues without tools. None: unlimited.",
         amount("seconds", None),
     )
     release_cache: str = setting(
         "between_steps",
-        "between_steps: give the KV memory back while training runs; with_weights: also that of a "
-        "copy's weights and of CUDA graphs; never: keep.",
+        "between_steps: free the KV memory while the trainer trains; with_weights: also free a "
+        "copy's weights and the CUDA graphs; never: keep everything.",
         ReleaseCache,
     )
     training_reserve_gib: float | str = setting(
         "auto",
-        "GiB that training will still allocate, kept out of the KV budget; auto: estimated.",
+        "GiB to keep free for memory that training has not allocated yet; auto: estimated.",
         amount("GiB", "auto"),
     )
 
@@ -264,27 +366,37 @@ class RolloutConfig:
             raise refused("drift, sampled old logps")
         if self.tool_timeout_seconds is not None and not self.concurrent_tools:
             raise refused("tool timeout, one thread", seconds=f"{self.tool_timeout_seconds:g}")
+        if self.default_compile_level and self.use_default_compile_configs is False:
+            raise refused("compile level, no default", level=self.default_compile_level)
         if self.numerics == Numerics.BITWISE:
             # No two forwards could be the same bits.
             for name, reason in (
                 ("rollout_dtype", "computes in another dtype than the trainer"),
                 ("use_default_compile_configs", "compiles sums in another order"),
+                ("default_compile_level", "compiles sums in another order"),
+                ("varlen_compile_config", "compiles sums in another order"),
+                ("decode_compile_config", "compiles sums in another order"),
             ):
-                if (value := getattr(self, name)) not in (RolloutDtype.AUTO, None, False):
+                value = getattr(self, name)
+                if value not in (RolloutDtype.AUTO, None, False):
                     raise refused(
                         "bitwise, another setting", name=name, value=repr(value), reason=reason
                     )
 
     @property
     def wants_graphs(self) -> bool | None:
-        """True: decode under CUDA graphs; False: never; None: where device and model allow."""
+        """True: decode with CUDA graphs; False: never; None: if device and model allow it."""
         asked = self.use_cuda_graph
-        asked = asked[1] if isinstance(asked, tuple | list) else asked
-        return None if asked is None else bool(asked)
+        if isinstance(asked, tuple | list):
+            # Of prefill and of decode steps.
+            asked = asked[1]
+        if asked is None:
+            return None
+        return bool(asked)
 
     @property
     def looks_ahead(self) -> bool:
-        """True: launch a CUDA graph before the last step's tokens have come."""
+        """True: launch a CUDA graph before the previous step's tokens have arrived."""
         return self.use_async_batching is None or bool(self.use_async_batching)
 
 
@@ -305,11 +417,15 @@ GENERATOR_FIELDS: dict[str, tuple[Any, ...]] = {
 def require_unused(
     config: RolloutConfig, fields: Mapping[str, tuple[Any, ...]], complaint: str
 ) -> None:
-    """Raise `ConfigurationError` with a `complaint` for a field that nothing here acts on.
+    """Raise `ConfigurationError` if a field is set that has no effect here.
 
-    `fields` maps names to the values beside the default that ask for nothing.
+    Args:
+        config: the settings to check.
+        fields: names, each with the values besides the default that ask for nothing.
+        complaint: reason for the error's text.
     """
     for name, idle in fields.items():
-        value, default = getattr(config, name), getattr(RolloutConfig, name)
+        value = getattr(config, name)
+        default = getattr(RolloutConfig, name)
         if value != default and value not in idle:
             raise ConfigurationError(f"{name}={value!r}: {complaint}; or leave it at {default!r}.")

@@ -40,6 +40,9 @@ SYNONYMS = {
     "bad_words_ids": "bad_words",
     "logprobs": "top_logprobs",
     "structured_outputs": "grammar",
+    "lora_request": "adapter",
+    "max_model_len": "RolloutConfig(max_model_len=...)",
+    "num_blocks": "RolloutConfig(num_blocks=...)",
     "n": "generate_batch(num_return_sequences=...)",
     "num_return_sequences": "generate_batch(num_return_sequences=...)",
 }
@@ -67,13 +70,21 @@ _factor = number(
 )
 
 
+def _adapter_name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("is no name of an adapter; None is the adapters that are active")
+    return value
+
+
 _penalty = number(lambda v: abs(v) <= MAX_LOGIT_CHANGE, "is not finite; use 0 to switch it off")
 
 
 @known_fields_only(InvalidRequestError, SYNONYMS)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """Sampling parameters of one sequence; complete in itself, except where a field says otherwise.
+    """Sampling parameters of one sequence.
+
+    A field has exactly the value that you pass or its default, unless its help text says otherwise.
 
     Raises:
         InvalidRequestError: a field is unknown, or a value is out of its range.
@@ -81,7 +92,7 @@ class SamplingParams:
 
     temperature: float = setting(
         1.0,
-        "Divides the logits; 0 is greedy.",
+        "Divides the logits; 0 is greedy decoding.",
         number(
             lambda v: v == 0 or MIN_TEMPERATURE <= v <= MAX_TEMPERATURE,
             f"is outside [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]; use 0 for greedy",
@@ -94,106 +105,132 @@ class SamplingParams:
     )
     top_p: float = setting(
         1.0,
-        "Sample among the fewest tokens whose probabilities reach this sum; 1 is off.",
+        "Sample among the smallest set of most likely tokens whose probabilities sum to at least "
+        "this; 1 is off.",
         number(lambda v: 0 < v <= 1, "is outside (0, 1]; use 1 to switch it off"),
     )
     min_p: float = setting(
         0.0,
-        "Drop tokens less likely than this share of the most likely one; 0 is off.",
+        "Drop tokens whose probability is below this fraction of the most likely token's; 0 is "
+        "off.",
         number(lambda v: 0 <= v <= 1, "is outside [0, 1]; use 0 to switch it off"),
     )
-    do_sample: bool = setting(True, "False is greedy, whatever the temperature.")
+    do_sample: bool = setting(True, "False is greedy decoding, whatever the temperature.")
     repetition_penalty: float = setting(
         1.0,
-        "Divides the positive and multiplies the negative logits of tokens that the prompt or the "
-        "completion holds; above 1 discourages, 1 is off.",
+        "Divides positive logits, and multiplies negative logits, of tokens that are in the "
+        "prompt or the completion; values above 1 discourage repetition, 1 is off.",
         _factor,
     )
     presence_penalty: float = setting(
-        0.0, "Subtracted from the logits of tokens that the completion holds; 0 is off.", _penalty
+        0.0,
+        ("Subtracted from the logit of each token that is in the completion; 0 is off."),
+        _penalty,
     )
     frequency_penalty: float = setting(
         0.0,
-        "Subtracted from a token's logit as often as the completion holds it; 0 is off.",
+        "Subtracted from a token's logit once per occurrence in the completion; 0 is off.",
         _penalty,
     )
     logit_bias: Mapping[int, float] | None = setting(
-        None, "Added to the logits of the tokens named; -inf forbids one.", biases(MAX_LOGIT_CHANGE)
+        None,
+        "Maps token ids to values that are added to their logits; -inf forbids a token.",
+        biases(MAX_LOGIT_CHANGE),
     )
     sequence_bias: Mapping[tuple[int, ...], float] | None = setting(
         None,
-        "Added to the logit of the last token of each token-id sequence, after the tokens before "
-        "it; -inf forbids to complete one.",
+        "Maps token-id sequences to values that are added to the logit of the last token if the "
+        "others come just before it; -inf forbids completing the sequence.",
         biases(MAX_LOGIT_CHANGE, of_sequences=True),
     )
     no_repeat_ngram_size: int = setting(
         0,
-        "No run of so many tokens comes twice in prompt and completion; 0 is off.",
+        "No sequence of this many tokens occurs twice in the prompt and completion; 0 is off.",
         integer(0, "; use 0 to switch it off"),
     )
     bad_words: tuple[tuple[int, ...], ...] = setting(
-        (), "Token-id sequences that are never completed.", token_sequences
+        (), "Token-id sequences that are never generated in full.", token_sequences
     )
     begin_suppress_tokens: tuple[int, ...] = setting(
-        (), "Tokens that are never sampled first.", token_ids
+        (), "Token ids that are never sampled as the first token.", token_ids
     )
     max_new_tokens: int | None = setting(
-        None, "None: as many as the model and the cache can hold.", integer(1, "; None is no limit")
+        None,
+        "Maximum tokens to generate; None: as many as the model and the cache can hold.",
+        integer(1, "; None is no limit"),
     )
     max_length: int | None = setting(
         None,
-        "Longest sequence, prompt included, where `max_new_tokens` is None; None: no limit.",
+        "Maximum length, prompt included, if `max_new_tokens` is None; None: no limit.",
         integer(1, "; None is no limit"),
     )
     min_new_tokens: int = setting(
         0,
-        "No end-of-sequence or stop token, and no stop string, ends it before.",
+        "Minimum tokens to generate: no end-of-sequence token, stop token or stop string ends the "
+        "sequence earlier.",
         integer(0, "; 0 is no minimum"),
     )
     min_length: int = setting(
-        0, "The same, with the prompt counted in.", integer(0, "; 0 is no minimum")
+        0,
+        (
+            "Minimum length, prompt included; until then, nothing ends the sequence, as with "
+            "`min_new_tokens`."
+        ),
+        integer(0, "; 0 is no minimum"),
     )
     eos_token_id: int | tuple[int, ...] | None = setting(
-        None, "Ends the sequence and is kept in it. None: the model's own. -1: none.", _eos
+        None,
+        "Token id, or several, that ends the sequence and is kept in it. None: the model's own. "
+        "-1: none.",
+        _eos,
     )
-    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends it.")
+    ignore_eos: bool = setting(False, "True: no end-of-sequence token ends the sequence.")
     forced_bos_token_id: tuple[int, ...] = setting(
         (),
-        "Sampled first after a prompt of a single token; without effect after longer ones.",
+        "Token id that is sampled first after a prompt of a single token; no effect after longer "
+        "prompts.",
         token_ids,
     )
     forced_eos_token_id: tuple[int, ...] = setting(
-        (), "Sampled as the last token that the length allows.", token_ids
+        (), "Token id that is sampled as the last token that the maximum length allows.", token_ids
     )
     stop_token_ids: tuple[int, ...] = setting(
-        (), "End the sequence too, beside the end-of-sequence token; kept in it.", token_ids
+        (), "Additional token ids that end the sequence and are kept in it.", token_ids
     )
     stop: tuple[str, ...] = setting(
         (),
-        "Strings that end the sequence once the completion's text holds one, special tokens "
-        "counted as text; kept in the tokens. Needs a tokenizer.",
+        "Strings that end the sequence when one occurs in the completion's text, in which special "
+        "tokens appear as text. The string's tokens are kept. Needs a tokenizer.",
         strings,
     )
     top_logprobs: int = setting(
         0,
-        "How many of the most likely tokens to deliver with each one sampled; 0 is none.",
+        "Number of most likely tokens to return with each sampled token; 0 is none.",
         integer(0, "; 0 is none"),
     )
     logits_processors: tuple[Any, ...] = setting(
         (),
-        "transformers `LogitsProcessor`s, called for each sequence by itself with its `input_ids` "
-        "`[1, T]` and `scores` `[1, V]`, before the temperature. One that keeps state between "
-        "calls would mix sequences.",
+        "transformers `LogitsProcessor`s, called separately for each sequence with its "
+        "`input_ids` `[1, T]` and `scores` `[1, V]`, before the temperature. Do not keep state "
+        "between calls, because calls for different sequences alternate.",
         callables,
     )
     grammar: Grammar | None = setting(  # noqa: RUF009  a field like the others
-        None, "Says which tokens may come next: a `cb_rollout.config.grammar.Grammar`.", _grammar
+        None,
+        ("A `cb_rollout.config.grammar.Grammar`, which decides which tokens may come next."),
+        _grammar,
     )
     seed: int | None = setting(
         None,
-        "Fixes this sequence's random draws, whatever else is in the batch. None: drawn from the "
+        "Seed for sampling this sequence, whatever else is in the batch. None: derived from the "
         "config's seed, the rank and the call.",
         integer(-(2**63), most=2**64 - 1),
+    )
+    adapter: str | None = setting(
+        None,
+        "Name of the PEFT adapter that samples this sequence, whichever adapters the others name. "
+        "None: the adapters that are active in the model.",
+        _adapter_name,
     )
 
     def __post_init__(self) -> None:
@@ -216,8 +253,12 @@ class SamplingParams:
     @property
     def adjustments(self) -> dict[str, Any]:
         """The parameters that change the logits before the temperature, by name."""
-        values = ((f.name, getattr(self, f.name), f.default) for f in _adjusting(type(self)))
-        return {name: value for name, value, off in values if value != off and value != {}}
+        adjustments: dict[str, Any] = {}
+        for field_ in _adjusting(type(self)):
+            value = getattr(self, field_.name)
+            if value != field_.default and value != {}:
+                adjustments[field_.name] = value
+        return adjustments
 
     @property
     def is_adjusted(self) -> bool:
@@ -225,19 +266,26 @@ class SamplingParams:
 
     @property
     def can_be_graphed(self) -> bool:
-        """True: a CUDA graph samples by these parameters."""
-        return not (self.top_logprobs or {*self.adjustments} - _OF_FIRST_TOKEN)
+        """True: a CUDA graph can sample with these parameters."""
+        if self.adapter is not None or self.top_logprobs:
+            return False
+        return _OF_FIRST_TOKEN.issuperset(self.adjustments)
 
     @property
     def is_processed(self) -> bool:
-        """True: tokens are sampled from another distribution than the policy's."""
+        """True: the sampled distribution differs from the policy's."""
         return self.is_truncated or self.is_adjusted
 
     def stop_tokens(self, model_eos: Iterable[int]) -> frozenset[int]:
         """Return the token ids that end a sequence, given the model's own end-of-sequence ids."""
-        eos: Any = model_eos if self.eos_token_id is None else self.eos_token_id
-        named = () if self.ignore_eos else tuple(token for token in eos if token >= 0)
-        return _shared_set(named + self.stop_token_ids)
+        if self.ignore_eos:
+            return _shared_set(self.stop_token_ids)
+        eos: Any = self.eos_token_id
+        if eos is None:
+            eos = model_eos
+        # A negative id stands for none.
+        eos_ids = tuple(token for token in eos if token >= 0)
+        return _shared_set(eos_ids + self.stop_token_ids)
 
 
 # Requests share their few sets of stop tokens: even an empty one takes 216 bytes.
@@ -248,6 +296,7 @@ _shared_set = functools.lru_cache(maxsize=64)(frozenset[int])
 _UNADJUSTING = frozenset({
     "temperature", "do_sample", "top_k", "top_p", "min_p", "seed", "top_logprobs",
     "max_new_tokens", "max_length", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
+    "adapter",
 })  # fmt: skip
 
 # Parameters that change the logits of a sequence's first token alone, which a prefill samples.
@@ -259,15 +308,32 @@ def _adjusting(params_type: type[SamplingParams]) -> list[Field[Any]]:
     return [field for field in fields(params_type) if field.name not in _UNADJUSTING]
 
 
+def sequences_per_input(num_return_sequences: int | None) -> int:
+    """Return the number of sequences to sample per input; None: 1.
+
+    Raises:
+        InvalidRequestError: `num_return_sequences` is not a whole number of at least 1.
+    """
+    if num_return_sequences is None:
+        return 1
+    if not isinstance(num_return_sequences, int) or num_return_sequences < 1:
+        raise InvalidRequestError(
+            f"num_return_sequences={num_return_sequences!r} is not a whole number >= 1."
+        )
+    return num_return_sequences
+
+
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
-    """Return why several sequences of one input would be equal; None: they are sampled."""
+    """Return a warning that all sequences of an input would be equal; None: they are sampled."""
     if num_return_sequences == 1 or not params.is_greedy:
         return None
-    setting = "temperature=0" if params.do_sample else "do_sample=False"
+    setting = "do_sample=False"
+    if params.do_sample:
+        setting = "temperature=0"
     return (
-        f"num_return_sequences={num_return_sequences} of greedy decoding ({setting}) are equal; "
-        "pass sampling_params=SamplingParams(temperature=1.0), or a generation_config with "
-        "do_sample=True."
+        f"greedy decoding ({setting}) makes all num_return_sequences={num_return_sequences} "
+        "sequences of a prompt equal; pass sampling_params=SamplingParams(temperature=1.0), or a "
+        "generation_config with do_sample=True."
     )
 
 
@@ -279,8 +345,14 @@ def resolved(
 ) -> SamplingParams:
     """Merge the parameters of a request: explicit arguments, then `params`, then `defaults`.
 
-    Of `defaults`, only the length and the end-of-sequence ids fill what `params` leaves open; with
-    `params=None`, everything. Raises `ConfigurationError` if `params` is something else.
+    Args:
+        params: the request's parameters; None: all of `defaults`.
+        defaults: fill only the length and the end-of-sequence ids that `params` leaves open.
+        max_new_tokens: explicit length; it wins.
+        eos_token_id: explicit end-of-sequence ids; they win.
+
+    Raises:
+        ConfigurationError: `params` is neither a `SamplingParams` nor None.
     """
     if not isinstance(params, SamplingParams | None):
         raise ConfigurationError(
@@ -289,12 +361,23 @@ def resolved(
         )
     chosen = params or defaults
     if eos_token_id is None:
-        eos_token_id = defaults.eos_token_id if chosen.eos_token_id is None else chosen.eos_token_id
-    changes: dict[str, Any] = {"eos_token_id": eos_token_id, "max_new_tokens": max_new_tokens}
+        eos_token_id = chosen.eos_token_id
+    if eos_token_id is None:
+        eos_token_id = defaults.eos_token_id
+    max_length = chosen.max_length
     if max_new_tokens is None:
-        says_length = chosen if chosen.max_new_tokens or chosen.max_length else defaults
-        changes["max_new_tokens"] = says_length.max_new_tokens
-        changes["max_length"] = says_length.max_length
-    if all(getattr(chosen, name) == value for name, value in changes.items()):
+        says_length = defaults
+        if chosen.max_new_tokens or chosen.max_length:
+            says_length = chosen
+        max_new_tokens = says_length.max_new_tokens
+        max_length = says_length.max_length
+    is_unchanged = (
+        chosen.eos_token_id == eos_token_id
+        and chosen.max_new_tokens == max_new_tokens
+        and chosen.max_length == max_length
+    )
+    if is_unchanged:
         return chosen
-    return replace(chosen, **changes)
+    return replace(
+        chosen, eos_token_id=eos_token_id, max_new_tokens=max_new_tokens, max_length=max_length
+    )

@@ -25,20 +25,24 @@ class Limits:
 
     block_size: int
     max_batch_tokens: int
-    """Tokens of one prefill, padding included where it is padded."""
+    """Maximum tokens of one prefill, including padding if it is padded."""
     max_requests: int
-    """Sequences that run together; rows of the block table."""
+    """Maximum sequences that run together; rows of the block table."""
     can_share_blocks: bool
     """True if a group shares its prompt's whole blocks; False: it copies them."""
     can_resume_prompts: bool
-    """False where a layer is recurrent: its state cannot be restored from keys."""
+    """False if a layer is recurrent: its state cannot be restored from keys."""
     is_packed: bool
-    """True if a prefill has no padding; False: each row takes as much as the longest."""
+    """True if a prefill has no padding; False: each row is padded to the longest."""
     rope_limits: tuple[int, ...] = ()
-    """Lengths in tokens beyond which all keys of a sequence are others; see `compat/rope.py`."""
+    """Lengths in tokens at which RoPE frequencies change and cached keys become invalid; see
+    `compat/rope.py`."""
+    max_used_blocks: int | None = None
+    """Most blocks in use where another sequence is admitted; None: any number, and a block stays
+    free for every running sequence."""
 
     def rope_side(self, num_tokens: int) -> int:
-        """Return a number that is equal for lengths at which a sequence has the same keys."""
+        """Return the same number for all lengths at which RoPE computes the same keys."""
         return rope_side(self.rope_limits, num_tokens)
 
     @property
@@ -47,8 +51,12 @@ class Limits:
 
 
 def distinct_params(requests: Sequence[Request]) -> list[SamplingParams]:
-    """Return the sampling parameters of requests, of which most share a few objects."""
-    return list({id(params): params for params in [r.params for r in requests]}.values())
+    """Return the distinct sampling parameters; many requests share one object."""
+    distinct: dict[int, SamplingParams] = {}
+    for request in requests:
+        params = request.params
+        distinct[id(params)] = params
+    return list(distinct.values())
 
 
 # Row of a sequence that waits.
@@ -85,28 +93,38 @@ class Request:
     status: RequestStatus = RequestStatus.PENDING
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """Message of a failure, and in `cause` its exception."""
+    """Message of the failure; its exception is in `cause`."""
     cause: Exception | None = None
     token_ids: list[int] = field(init=False)
     """Prompt and sampled tokens; `prompt_ids` itself until a token is sampled."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each sampled token, in nats."""
+    """Log-probability of each sampled token, as a natural logarithm."""
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     """Most likely tokens at each sampled token; empty unless asked for."""
     kept_token_ids: list[Sequence[int]] = field(default_factory=list)
-    """Token ids that truncation left at each sampled token; empty unless the mask is replayed."""
+    """Token ids that truncation kept at each sampled token; empty unless it is replayed."""
     routed_experts: Any = None
-    """Array `[tokens, L, K]`: experts that its first tokens took, of those that lost their blocks;
-    None: none were recorded."""
+    """Experts of its first tokens, an array `[tokens, L, K]`, saved when it lost its blocks; None:
+    not recorded."""
     timestamps: list[float] = field(default_factory=list)
     """Time of each sampled token, by `time.perf_counter`."""
     policy_starts: list[tuple[int, int]] = field(default_factory=list)
     """Each policy version that sampled it, and the number of tokens sampled before."""
     created_time: float = field(default_factory=time.perf_counter)
-    """By `time.perf_counter`, as the next two, which are None until then."""
+    """By `time.perf_counter`; so are the next three, which are None until they happen."""
     admitted_time: float | None = None
     first_token_time: float | None = None
+    ended_time: float | None = None
     num_preemptions: int = 0
+    requeues: list[tuple[float, str]] = field(default_factory=list)
+    """Each time that it lost its blocks and waited again, with the reason: "preempted", or
+    "recomputed" because weights, keys or memory changed."""
+    resumed_times: list[float] = field(default_factory=list)
+    """`time.perf_counter()` of each readmission, one per requeue."""
+    observed: Any = None
+    """Record that the observer made at submission; None: no observer was set."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in a cached prefix or the sequence's group when its prefill began."""
 
     table_row: int = NO_TABLE_ROW
     """Row of the block table and of the recurrent states."""
@@ -115,7 +133,7 @@ class Request:
     num_computed: int = 0
     """Leading tokens whose keys, values and states are in the cache."""
     prefix_node: int = 0
-    """Node of its last remembered block in the prefix cache; 0 is the root."""
+    """Prefix cache node of its last stored block; 0 is the root."""
     num_remembered: int = 0
     """Leading blocks that were offered to the prefix cache."""
     rope_side: int = 0
@@ -138,9 +156,22 @@ class Request:
     @property
     def policy_versions(self) -> list[tuple[int, int]]:
         """Runs of (version, number of sampled tokens)."""
-        ends = [start for _, start in self.policy_starts[1:]] + [self.num_generated]
-        pairs = zip(self.policy_starts, ends, strict=True) if self.policy_starts else ()
-        return [(version, end - start) for (version, start), end in pairs]
+        if not self.policy_starts:
+            return []
+        ends = [start for _, start in self.policy_starts[1:]]
+        ends.append(self.num_generated)
+        runs: list[tuple[int, int]] = []
+        for (version, start), end in zip(self.policy_starts, ends, strict=True):
+            runs.append((version, end - start))
+        return runs
+
+    @property
+    def lifespan(self) -> tuple[float, float]:
+        """Times at which it began to run, or ended without running, and ended; -1: not yet."""
+        ended = -1.0 if self.ended_time is None else self.ended_time
+        if self.admitted_time is None:
+            return ended, ended
+        return self.admitted_time, ended
 
     @property
     def num_image_tokens(self) -> int:
@@ -149,7 +180,7 @@ class Request:
 
     @property
     def position_offset(self) -> int:
-        """Position of a token after the images, less its index in the sequence."""
+        """Position of a token after the images, minus its index in the sequence."""
         if self.images is None:
             return 0
         assert self.images.position_offset is not None, "no forward has seen the images"
@@ -163,7 +194,7 @@ class Request:
 
     @property
     def min_generated(self) -> int:
-        """Tokens to sample before anything but the length may end this sequence."""
+        """Minimum tokens to sample; until then, only the length limit can end this sequence."""
         return max(self.params.min_new_tokens, self.params.min_length - len(self.prompt_ids))
 
     def append(
@@ -215,7 +246,7 @@ class Request:
 
     @contextmanager
     def failing_with(self, culprit: str) -> Iterator[None]:
-        """Let an exception of a user's code inside the block fail this sequence alone."""
+        """Fail only this sequence if the user's code inside the block raises."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  the output reports it
@@ -228,10 +259,15 @@ class Request:
 
     def end(self, status: RequestStatus, reason: FinishReason, error: str | None = None) -> None:
         assert not self.status.is_final, f"{self.request_id} ended twice"
-        self.status, self.finish_reason, self.error = status, reason, error
+        self.status = status
+        self.finish_reason = reason
+        self.error = error
+        self.ended_time = time.perf_counter()
 
     def reset_cache(self) -> None:
-        self.num_computed = self.prefix_node = self.num_remembered = 0
+        self.num_computed = 0
+        self.prefix_node = 0
+        self.num_remembered = 0
         self.has_old_keys = False
         self.status = RequestStatus.PENDING
 
@@ -245,12 +281,14 @@ class Request:
             finish_reason=self.finish_reason,
             error=self.error,
             created_time=self.created_time,
+            lifespan=self.lifespan,
             timestamps=list(self.timestamps) if self.records_timestamps else None,
             policy_versions=self.policy_versions,
             top_logprobs=list(self.top_logprobs) if self.params.top_logprobs else None,
             kept_token_ids=self.kept_token_ids[: self.num_generated] or None,
             routed_experts=self.routed_experts if self.status.is_final else None,
             temperature=1.0 if self.params.is_greedy else self.params.temperature,
+            adapter=self.params.adapter,
             images=self.images,
         )
 
@@ -267,4 +305,8 @@ class Prefill:
 
 def members(prefills: Iterable[Prefill]) -> list[Request]:
     """Return the sequences of prefills, each leader before its followers."""
-    return [request for prefill in prefills for request in (prefill.leader, *prefill.followers)]
+    requests: list[Request] = []
+    for prefill in prefills:
+        requests.append(prefill.leader)
+        requests.extend(prefill.followers)
+    return requests

@@ -1,7 +1,7 @@
 """JSON schemas, as far as xgrammar 0.2.8 enforces them.
 
 Owns the list of keywords and combinations that xgrammar enforces, as measured by
-`scripts/measure_json_schema.py`. Where xgrammar enforces a keyword only partly, the schema is
+`scripts/measure/json_schema.py`. Where xgrammar enforces a keyword only partly, the schema is
 rewritten if that helps: lengths, some formats, `oneOf`, and `additionalProperties` beside
 `properties`. Any other keyword is refused, and so is a schema that no finite text obeys. Called on
 any thread.
@@ -64,21 +64,25 @@ ADVICE = {
     "$recursiveRef": _REFERENCE,
 }
 
-# Decimals of a number with bounds, and its largest bound: xgrammar's arithmetic fails beyond.
-DECIMALS, MAX_NUMBER = 6, 2**53
+# Decimals of a number with bounds: xgrammar's arithmetic fails beyond.
+DECIMALS = 6
+
+# The largest bound of a number, for the same reason.
+MAX_NUMBER = 2**53
 
 # Beyond, xgrammar rounds an integer to a float, or fails.
 MAX_INTEGER = 2**63 - 1
 
-# Of an integer with `multipleOf`: the largest divisor, and the most values between its bounds.
-MAX_DIVISOR, MAX_RANGE = 1024, 10_000
+# The largest `multipleOf` of an integer, and the most values between its bounds.
+MAX_DIVISOR = 1024
+MAX_RANGE = 10_000
 
 MAX_PATH_CHARACTERS = 200
 
 
 @dataclass
 class _Node:
-    """A schema, and the schemas of which all or any must have a text for it to have one."""
+    """A schema, and the schemas that must (all, or any of them) have a text if it has one."""
 
     path: str
     schema: dict[str, Any]
@@ -88,7 +92,7 @@ class _Node:
 
 
 def enforceable(schema: Any) -> Any:
-    """Return a JSON schema of the same meaning that xgrammar enforces as a whole.
+    """Return a JSON schema with the same meaning that xgrammar enforces completely.
 
     Args:
         schema: parsed JSON. It is not changed.
@@ -124,17 +128,17 @@ class _Reader:
         self._wait("#", self._root)
         while self._waiting:
             node = self._waiting.pop()
-            known = self._nodes.setdefault(id(node.schema), node)
-            if known is node:
+            first_node = self._nodes.get(id(node.schema))
+            if first_node is None:
+                self._nodes[id(node.schema)] = node
                 self._read(node)
-            elif known.is_name != node.is_name:
-                why = (
-                    f"the schemas at {known.path} and {node.path} are one, and only one is a name's"
-                )
+            elif first_node.is_name != node.is_name:
+                paths = f"{first_node.path} and {node.path}"
+                why = f"the schemas at {paths} are one, and only one is a name's"
                 raise refusal(f"{why}; write it twice")
 
     def require_finite(self) -> None:
-        """Refuse a schema of which every text would hold another text of it."""
+        """Refuse a schema that has no finite text, because each would contain another one."""
         finite: set[int] = set()
         num_before = -1
         while len(finite) > num_before:
@@ -150,7 +154,8 @@ class _Reader:
 
     def _wait(self, path: str, schema: Any, is_name: bool = False) -> list[int]:
         """Queue a schema; return its key, or nothing if it allows everything."""
-        path = path if len(path) <= MAX_PATH_CHARACTERS else f"{path[:MAX_PATH_CHARACTERS]}..."
+        if len(path) > MAX_PATH_CHARACTERS:
+            path = f"{path[:MAX_PATH_CHARACTERS]}..."
         if schema is True:
             return []
         if schema is False:
@@ -161,14 +166,15 @@ class _Reader:
         return [id(schema)]
 
     def _read(self, node: _Node) -> None:
-        path, schema = node.path, node.schema
+        path = node.path
+        schema = node.schema
         for keyword in schema:
             if keyword not in KNOWN:
                 raise unenforced(path, keyword, ADVICE.get(keyword, _LEAVE_OUT))
         if "$id" in schema and schema is not self._root:
             raise unenforced(path, "$id", "leave it out", " below the root")
         asserting = [keyword for keyword in schema if keyword not in ANNOTATIONS]
-        deciding = next((keyword for keyword in DECIDING if keyword in schema), None)
+        deciding = _deciding_keyword(schema)
         if deciding is None:
             self._read_types(node, asserting)
             return
@@ -187,7 +193,7 @@ class _Reader:
             self._read_branches(node, deciding)
 
     def _target(self, path: str, reference: Any) -> tuple[str, Any]:
-        """Return where a reference leads."""
+        """Return the target of a reference."""
         if not isinstance(reference, str):
             raise refusal(f"`$ref` at {path} is no text; use one such as #/$defs/NAME")
         names = reference.split("/")
@@ -203,7 +209,8 @@ class _Reader:
         return reference, target
 
     def _read_branches(self, node: _Node, deciding: str) -> None:
-        path, branches = node.path, node.schema[deciding]
+        path = node.path
+        branches = node.schema[deciding]
         if not isinstance(branches, list) or not branches:
             raise refusal(f"`{deciding}` at {path} has no branches; give it a list of schemas")
         if deciding == "allOf" and len(branches) > 1:
@@ -214,83 +221,94 @@ class _Reader:
                 "property with texts of its own"
             )
             raise unenforced(path, deciding, advice, " of branches that may overlap")
-        waiting = [
-            self._wait(f"{path}/{deciding}/{index}", branch)
-            for index, branch in enumerate(branches)
-        ]
-        if all(waiting):
+        needed: list[int] = []
+        has_free_branch = False
+        for index, branch in enumerate(branches):
+            keys = self._wait(f"{path}/{deciding}/{index}", branch)
+            needed.extend(keys)
+            if not keys:
+                has_free_branch = True
+        # A branch that allows everything has a finite text.
+        if not has_free_branch:
             node.combine = any
-            node.needed = [key for keys in waiting for key in keys]
+            node.needed = needed
         if deciding == "oneOf":
-            # xgrammar prints a warning where it does not see that they are apart.
+            # xgrammar prints a warning if it cannot tell that they are disjoint.
             node.schema["anyOf"] = node.schema.pop("oneOf")
 
     def _are_apart(self, path: str, branches: list[Any]) -> bool:
-        """Return whether no text obeys two branches, as their types or texts tell."""
-        targets = [self._resolved(path, branch) for branch in branches]
-        schemas = [target for target in targets if isinstance(target, dict)]
-        if len(schemas) < len(targets):
+        """Return whether the types or strings of two branches show that no text obeys both."""
+        schemas = [self._resolved(path, branch) for branch in branches]
+        if not all(isinstance(schema, dict) for schema in schemas):
             return False
-        if _share_nothing(map(_type_names, schemas)) or _share_nothing(map(_texts, schemas)):
+        if _share_nothing(map(_type_names, schemas)):
             return True
-        names = schemas[0].get("required")
-        return isinstance(names, list) and any(
-            _share_nothing(_texts_of_property(schema, name) for schema in schemas) for name in names
-        )
+        if _share_nothing(map(_texts, schemas)):
+            return True
+        required = schemas[0].get("required")
+        if not isinstance(required, list):
+            return False
+        for name in required:
+            if _share_nothing(_texts_of_property(schema, name) for schema in schemas):
+                return True
+        return False
 
     def _resolved(self, path: str, branch: Any) -> Any:
+        """Return the schema that a branch's references lead to."""
         seen: set[int] = set()
         while isinstance(branch, dict) and "$ref" in branch and id(branch) not in seen:
             seen.add(id(branch))
-            branch = self._target(path, branch["$ref"])[1]
+            _, branch = self._target(path, branch["$ref"])
         return branch
 
     def _read_types(self, node: _Node, asserting: list[str]) -> None:
-        path, schema = node.path, node.schema
+        path = node.path
+        schema = node.schema
         if "type" not in schema:
             _add_type(node, asserting)
         types = _types(path, schema) if "type" in schema else []
         if node.is_name and types != ["string"]:
             raise unenforced(path, "type", 'use "string"', " of a name")
-        for keyword in asserting:
-            if keyword != "type" and not any(keyword in KEYWORDS_OF_TYPE[name] for name in types):
-                raise unenforced(path, keyword, "leave it out", f" of {' or '.join(types)}")
+        _require_keywords_of(types, path, asserting)
         if "string" in types:
             read_string(path, schema)
-        if {"integer", "number"} & set(types):
+        if "integer" in types or "number" in types:
             _read_number(path, schema, types)
-        needed = self._read_array(path, schema) if "array" in types else []
+        needed: list[int] = []
+        if "array" in types:
+            needed.extend(self._read_array(path, schema))
         if "object" in types:
-            needed += self._read_object(path, schema)
+            needed.extend(self._read_object(path, schema))
+        # Any other type has a finite text.
         if types and set(types) <= {"array", "object"}:
             node.needed = needed
 
     def _read_array(self, path: str, schema: dict[str, Any]) -> list[int]:
-        """Read an array's keywords; return the schemas that every text of it needs."""
+        """Read an array's keywords; return the schemas that each of its texts must contain."""
         if schema.get("unevaluatedItems", False) is not False:
             raise unenforced(path, "unevaluatedItems", "use `items`")
         prefix = schema.get("prefixItems", [])
         if not isinstance(prefix, list):
             raise refusal(f"`prefixItems` at {path} is no list; give it a list of schemas")
-        needed = []
         if True in prefix:
             raise unenforced(path, "prefixItems", "use {}", " of true")
+        needed: list[int] = []
         for index, item in enumerate(prefix):
-            needed += self._wait(f"{path}/prefixItems/{index}", item)
+            needed.extend(self._wait(f"{path}/prefixItems/{index}", item))
         least = count(path, schema, "minItems")
         most = count(path, schema, "maxItems")
         if "maxItems" in schema and least > most:
             raise refusal(f"`minItems` at {path} is {least}, above `maxItems`={most}; lower it")
         if "items" in schema and schema["items"] is not False:
-            rest = self._wait(f"{path}/items", schema["items"])
+            keys = self._wait(f"{path}/items", schema["items"])
             if least > len(prefix):
-                needed += rest
+                needed.extend(keys)
         elif not prefix and ("minItems" in schema or "maxItems" in schema):
             raise refusal(f"the array at {path} has a length but no `items`; add `items`")
         return needed
 
     def _read_object(self, path: str, schema: dict[str, Any]) -> list[int]:
-        """Read an object's keywords; return the schemas that every text of it needs."""
+        """Read an object's keywords; return the schemas that each of its texts must contain."""
         if schema.get("unevaluatedProperties", False) is not False:
             raise unenforced(path, "unevaluatedProperties", "use `additionalProperties`")
         properties = _mapping(path, schema, "properties")
@@ -300,13 +318,14 @@ class _Reader:
         for name in required:
             if not isinstance(name, str) or name not in properties:
                 raise unenforced(path, "required", "add it to `properties`", f" of {shown(name)}")
-        needed = []
+        needed: list[int] = []
         for name, value in properties.items():
-            waiting = self._wait(f"{path}/properties/{name}", value)
+            keys = self._wait(f"{path}/properties/{name}", value)
             if name in required:
-                needed += waiting
+                needed.extend(keys)
         has_other_names = self._read_other_names(path, schema, properties)
-        least, most = count(path, schema, "minProperties"), count(path, schema, "maxProperties")
+        least = count(path, schema, "minProperties")
+        most = count(path, schema, "maxProperties")
         if has_other_names and least > 1:
             where = " above 1, as a name may come twice"
             raise unenforced(path, "minProperties", "leave it out, or use `required`", where)
@@ -321,7 +340,7 @@ class _Reader:
     def _read_other_names(
         self, path: str, schema: dict[str, Any], properties: dict[str, Any]
     ) -> bool:
-        """Read the keywords of properties without a name; return whether there may be any."""
+        """Read the keywords for unnamed properties; return whether these are allowed."""
         patterns = _mapping(path, schema, "patternProperties")
         additional = schema.get("additionalProperties", False)
         if "propertyNames" in schema:
@@ -340,11 +359,19 @@ class _Reader:
         if additional is not False:
             self._wait(f"{path}/additionalProperties", additional)
             if properties:
-                # xgrammar takes an escaped spelling of a property's name for another name.
+                # xgrammar reads an escaped spelling of a property's name as a different name.
                 names = pattern_of_other_names(path, properties)
                 schema["patternProperties"] = {names: additional}
                 schema["additionalProperties"] = False
         return bool(patterns) or "propertyNames" in schema or additional is not False
+
+
+def _deciding_keyword(schema: dict[str, Any]) -> str | None:
+    """Return the only keyword of a schema that xgrammar reads; None if it reads all."""
+    for keyword in DECIDING:
+        if keyword in schema:
+            return keyword
+    return None
 
 
 def _add_type(node: _Node, asserting: list[str]) -> None:
@@ -359,6 +386,16 @@ def _add_type(node: _Node, asserting: list[str]) -> None:
         raise unenforced(node.path, asserting[0], "add one", " without a `type`")
 
 
+def _require_keywords_of(types: list[str], path: str, keywords: list[str]) -> None:
+    """Refuse a keyword that asserts nothing of these types."""
+    allowed = {"type"}
+    for name in types:
+        allowed |= KEYWORDS_OF_TYPE[name]
+    for keyword in keywords:
+        if keyword not in allowed:
+            raise unenforced(path, keyword, "leave it out", f" of {' or '.join(types)}")
+
+
 def _types(path: str, schema: dict[str, Any]) -> list[str]:
     value = schema["type"]
     types = value if isinstance(value, list) else [value]
@@ -371,7 +408,8 @@ def _types(path: str, schema: dict[str, Any]) -> list[str]:
 
 
 def _read_values(node: _Node, deciding: str, others: list[str]) -> None:
-    path, schema = node.path, node.schema
+    path = node.path
+    schema = node.schema
     values = [schema["const"]] if deciding == "const" else schema["enum"]
     if not isinstance(values, list) or not values:
         raise refusal(f"`enum` at {path} has no values; give it a list")
@@ -391,7 +429,7 @@ def _read_values(node: _Node, deciding: str, others: list[str]) -> None:
 
 
 def _is_exact(value: Any) -> bool:
-    """Return whether xgrammar writes a value as it is."""
+    """Return whether xgrammar writes a value unchanged."""
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))
     if isinstance(value, list):
@@ -423,7 +461,7 @@ def _share_nothing(sets: Iterable[set[str] | None]) -> bool:
 
 
 def _type_names(schema: dict[str, Any]) -> set[str] | None:
-    """Return the types of a schema's values; None where it does not tell."""
+    """Return the types of a schema's values; None if the schema does not say."""
     if "const" in schema:
         return {_type_of(schema["const"])}
     if isinstance(schema.get("enum"), list):
@@ -435,7 +473,7 @@ def _type_names(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _texts(schema: dict[str, Any]) -> set[str] | None:
-    """Return a schema's values if it lists them and all are texts, else None."""
+    """Return a schema's values if it lists them and all are strings, else None."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
         return set(values)
@@ -443,11 +481,14 @@ def _texts(schema: dict[str, Any]) -> set[str] | None:
 
 
 def _texts_of_property(schema: dict[str, Any], name: Any) -> set[str] | None:
-    """Return the texts that a required property of a schema may have; None where it may be any."""
-    required, properties = schema.get("required"), schema.get("properties")
-    if not isinstance(required, list) or name not in required or not isinstance(properties, dict):
+    """Return the strings that a required property may have; None if it may have any."""
+    required = schema.get("required")
+    properties = schema.get("properties")
+    if not isinstance(required, list) or name not in required:
         return None
-    value = properties.get(name) if isinstance(name, str) else None
+    if not isinstance(properties, dict) or not isinstance(name, str):
+        return None
+    value = properties.get(name)
     return _texts(value) if isinstance(value, dict) else None
 
 
@@ -461,24 +502,29 @@ def _mapping(path: str, schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 def _bounds(
     path: str, schema: dict[str, Any], step: Decimal, largest: int
 ) -> tuple[Decimal | None, Decimal | None]:
-    """Return the least and the largest multiple of `step` within a schema's bounds."""
-    lows, highs = [], []
-    for keyword in (name for name in schema if name in BOUNDS):
-        value = schema[keyword]
+    """Return the smallest and largest multiple of `step` within a schema's bounds."""
+    lows: list[Decimal] = []
+    highs: list[Decimal] = []
+    for keyword, value in schema.items():
+        if keyword not in BOUNDS:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise refusal(f"`{keyword}` at {path} is {shown(value)}; use a number")
         if abs(value) > largest:
             raise unenforced(path, keyword, _LEAVE_OUT, f" beyond {largest:,}")
-        is_lower = keyword in LOWER_BOUNDS
         # The text of a float is the number that the schema names.
         bound = Decimal(repr(value))
-        nearest = bound.quantize(step, ROUND_CEILING if is_lower else ROUND_FLOOR)
-        if keyword.startswith("exclusive") and nearest == bound:
-            nearest += step if is_lower else -step
-        if is_lower:
-            lows.append(nearest)
+        is_exclusive = keyword.startswith("exclusive")
+        if keyword in LOWER_BOUNDS:
+            low = bound.quantize(step, ROUND_CEILING)
+            if is_exclusive and low == bound:
+                low += step
+            lows.append(low)
         else:
-            highs.append(nearest)
+            high = bound.quantize(step, ROUND_FLOOR)
+            if is_exclusive and high == bound:
+                high -= step
+            highs.append(high)
     return max(lows, default=None), min(highs, default=None)
 
 

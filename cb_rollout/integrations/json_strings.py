@@ -1,10 +1,16 @@
-"""Texts that a JSON schema allows, as patterns that xgrammar 0.2.8 enforces.
+"""Rewrite the strings of a JSON schema as patterns that xgrammar 0.2.8 enforces.
 
-Owns the reading of patterns. Left alone, xgrammar ignores an anchor in the middle, takes `x(ab+)?`
-to match xb, and lets quotation marks, backslashes and control characters stand in the JSON
-unescaped. So every set of characters is written out, without these, and a mark that matches
-nothing has xgrammar read the pattern by its grammar instead of its automaton. Lengths and some
-formats, which xgrammar enforces only partly, become patterns too. Called on any thread.
+Owns the reading of patterns. xgrammar reads some patterns wrongly, and each of its faults is worked
+around:
+
+- It ignores an anchor in the middle. Such a pattern is refused here.
+- It allows quotation marks, backslashes and control characters that JSON has to escape. Each set of
+  characters is therefore written out, without these.
+- Its automaton lets `x(ab+)?` match xb, and reads only ASCII. Each pattern therefore ends in a mark
+  that is not ASCII and matches the empty text: xgrammar then reads it by its grammar, correctly.
+
+xgrammar enforces lengths and some formats only partly, so they become patterns too. Called on any
+thread.
 """
 
 import json
@@ -45,15 +51,19 @@ FORMATS = {
 # Any character.
 _ANY = r"[\d\D]"
 
-# Characters of one property's name, and of the pattern of all other names: compilation takes
-# seconds beyond.
-MAX_NAME_CHARACTERS, MAX_NAMES_PATTERN = 64, 1 << 14
+# Characters of one property's name: compilation takes seconds beyond.
+MAX_NAME_CHARACTERS = 64
+
+# Characters of the pattern of all other names, for the same reason.
+MAX_NAMES_PATTERN = 1 << 14
 
 # xgrammar's automata read only ASCII.
 _MARK = "\u00e9{0}"
 
+# The first and the last code point of each range.
 Ranges = list[tuple[int, int]]
-_LAST, _CARET = 0x10FFFF, ord("^")
+_LAST_CODE_POINT = 0x10FFFF
+_CARET = ord("^")
 # Control characters, the quotation mark, the backslash and surrogates.
 _ESCAPED_IN_JSON: Ranges = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
 _ENDS_OF_LINES: Ranges = [(0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029)]
@@ -81,24 +91,32 @@ _TOKEN = re.compile(
 
 
 def read_string(path: str, schema: dict[str, Any]) -> None:
-    """Rewrite the keywords of a schema of strings to what xgrammar enforces, in place."""
-    lengths = [name for name in LENGTHS if name in schema]
-    others = [name for name in ("format", "pattern") if name in schema]
-    if len(others) > 1 or (others and lengths):
-        second = [*others, *lengths][1]
-        raise unenforced(path, second, "leave one of them out", f" beside `{others[0]}`")
+    """Rewrite the keywords of a string schema, in place, so that xgrammar enforces them."""
+    keywords = [name for name in ("format", "pattern", *LENGTHS) if name in schema]
+    # The two lengths may stand beside each other, and nothing else may.
+    if len(keywords) > 1 and keywords != list(LENGTHS):
+        where = f" beside `{keywords[0]}`"
+        raise unenforced(path, keywords[1], "leave one of them out", where)
     if "pattern" in schema:
         schema["pattern"] = enforced_pattern(path, schema["pattern"])
     elif "format" in schema:
         _read_format(path, schema)
-    elif lengths:
-        least = count(path, schema, "minLength")
-        most = count(path, schema, "maxLength") if "maxLength" in schema else ""
-        if most != "" and least > most:
+    elif keywords:
+        _read_lengths(path, schema)
+
+
+def _read_lengths(path: str, schema: dict[str, Any]) -> None:
+    """Replace the length limits of a schema by an equivalent pattern."""
+    least = count(path, schema, "minLength")
+    repetitions = f"{{{least},}}"
+    if "maxLength" in schema:
+        most = count(path, schema, "maxLength")
+        if least > most:
             raise refusal(f"`minLength` at {path} is {least}, above `maxLength`={most}; lower it")
-        schema["pattern"] = enforced_pattern(path, f"{_ANY}{{{least},{most}}}")
-        for name in lengths:
-            del schema[name]
+        repetitions = f"{{{least},{most}}}"
+    schema["pattern"] = enforced_pattern(path, _ANY + repetitions)
+    for name in LENGTHS:
+        schema.pop(name, None)
 
 
 def _read_format(path: str, schema: dict[str, Any]) -> None:
@@ -114,7 +132,7 @@ def _read_format(path: str, schema: dict[str, Any]) -> None:
 
 
 def enforced_pattern(path: str, pattern: Any) -> str:
-    """Return a pattern of the same meaning, or of a narrower one, that xgrammar enforces.
+    """Return a pattern with the same or a narrower meaning that xgrammar enforces.
 
     Args:
         path: where the pattern stands in the schema, for the error.
@@ -128,97 +146,138 @@ def enforced_pattern(path: str, pattern: Any) -> str:
     """
     if not isinstance(pattern, str):
         raise refusal(f"`pattern` at {path} is no text; give it a regular expression")
-    parts = []
-    place = 0
+    enforced = ""
+    position = 0
     can_repeat = False
-    while place < len(pattern):
-        token = _TOKEN.match(pattern, place)
+    while position < len(pattern):
+        token = _TOKEN.match(pattern, position)
         if token is None:
-            raise _unread(path, pattern[place], place, "write the pattern without it")
-        if token[0] == "(" and pattern.startswith("(?", place):
-            raise _unread(path, pattern[place : place + 3], place, "use ( or (?: for a group")
-        text = token[0]
-        is_set = bool(token["class"] or token["atom"])
-        if token["anchor"]:
-            is_outermost = place == 0 if text == "^" else token.end() == len(pattern)
-            if not is_outermost:
-                raise _unread(path, text, place, "use ^ and $ at the ends only, such as ^(a|b)$")
-            text = ""
-        elif token["repeat"] and not can_repeat:
-            raise _unread(path, text, place, "repeat a character or a group, and only once")
-        elif is_set:
-            text = _written_out(token)
-            if not text:
-                raise _unread(path, token[0], place, "name characters that JSON does not escape")
-        parts.append(text)
-        can_repeat = is_set or text == ")"
-        place = token.end()
-    return "".join(parts) + _MARK
+            raise _unread(path, pattern[position], position, "write the pattern without it")
+        if token[0] == "(" and pattern.startswith("(?", position):
+            group = pattern[position : position + 3]
+            raise _unread(path, group, position, "use ( or (?: for a group")
+        if token["repeat"] and not can_repeat:
+            advice = "repeat a character or a group, and only once"
+            raise _unread(path, token[0], position, advice)
+        enforced += _enforced_token(path, token)
+        can_repeat = _is_set(token) or token[0] == ")"
+        position = token.end()
+    return enforced + _MARK
+
+
+def _is_set(token: re.Match[str]) -> bool:
+    """Return whether a pattern's token matches one character of a set."""
+    return bool(token["class"] or token["atom"])
+
+
+def _enforced_token(path: str, token: re.Match[str]) -> str:
+    """Return a token as xgrammar enforces it; nothing for a leading ^ or a final $."""
+    text = token[0]
+    if _is_set(token):
+        characters = _written_out(token)
+        if not characters:
+            advice = "name characters that JSON does not escape"
+            raise _unread(path, text, token.start(), advice)
+        return characters
+    if not token["anchor"]:
+        return text
+    is_at_its_end = token.start() == 0 if text == "^" else token.end() == len(token.string)
+    if not is_at_its_end:
+        advice = "use ^ and $ at the ends only, such as ^(a|b)$"
+        raise _unread(path, text, token.start(), advice)
+    return ""
 
 
 def _written_out(token: re.Match[str]) -> str:
-    """Return the characters of an atom or a class that JSON does not escape, or nothing."""
-    ranges: Ranges = []
+    """Return an atom's or a class's characters that JSON does not escape, or nothing."""
     if token["atom"] == ".":
-        ranges = _others(_ENDS_OF_LINES)
+        ranges = _complement(_ENDS_OF_LINES)
     elif token["atom"]:
         ranges = _ranges(token["atom"])
     else:
-        for first, last in _ITEMS.findall(token["class"]):
-            start, end = _ranges(first), _ranges(last)
-            ranges += [(start[0][0], end[0][1])] if last else start
+        ranges = _ranges_of_class(token["class"])
     if token["negated"]:
-        ranges = _others(ranges)
-    unescaped = _others([*_others(ranges), *_ESCAPED_IN_JSON])
-    if len(unescaped) == 1 and unescaped[0][0] == unescaped[0][1]:
-        return _literal(unescaped[0][0])
-    # xgrammar takes a first ^ for a negation, escaped or not.
-    characters = [(low, high) for low, high in unescaped if low != _CARET]
-    from_caret = [high for low, high in unescaped if low == _CARET]
-    for high in from_caret:
-        if high > _CARET:
-            characters.insert(0, (_CARET + 1, high))
-        characters.append((_CARET, _CARET))
-    written = "".join(f"{_literal(low)}-{_literal(high)}" for low, high in characters)
-    return f"[{written}]" if written else ""
+        ranges = _complement(ranges)
+    unescaped = _complement([*_complement(ranges), *_ESCAPED_IN_JSON])
+    if not unescaped:
+        return ""
+    first, last = unescaped[0]
+    if len(unescaped) == 1 and first == last:
+        return _literal(first)
+    written = ""
+    for first, last in _without_leading_caret(unescaped):
+        written += f"{_literal(first)}-{_literal(last)}"
+    return f"[{written}]"
+
+
+def _without_leading_caret(ranges: Ranges) -> Ranges:
+    """Move a ^ at the start of a range to the end: xgrammar reads a leading ^ as negation.
+
+    It does so even where the ^ is escaped.
+    """
+    for index, (first, last) in enumerate(ranges):
+        if first == _CARET:
+            others = ranges[:index] + ranges[index + 1 :]
+            if last > _CARET:
+                others.insert(0, (_CARET + 1, last))
+            return [*others, (_CARET, _CARET)]
+    return ranges
+
+
+def _ranges_of_class(text: str) -> Ranges:
+    """Return the code points that a class lists between its brackets."""
+    ranges: Ranges = []
+    for first_item, last_item in _ITEMS.findall(text):
+        ranges_of_first = _ranges(first_item)
+        if last_item:
+            first_code_point = ranges_of_first[0][0]
+            last_code_point = _ranges(last_item)[0][1]
+            ranges.append((first_code_point, last_code_point))
+        else:
+            ranges.extend(ranges_of_first)
+    return ranges
 
 
 def _ranges(item: str) -> Ranges:
     """Return the code points of a character or an escape."""
-    name = item[1:2] if item.startswith("\\") else ""
+    if not item.startswith("\\"):
+        return [(ord(item), ord(item))]
+    name = item[1]
     if name in ("d", "w", "s"):
         return _ESCAPED_SETS[name]
     if name in ("D", "W", "S"):
-        return _others(_ESCAPED_SETS[name.lower()])
-    code = int(item[2:], 16) if name == "u" else ord(item[-1:] or "a")
+        return _complement(_ESCAPED_SETS[name.lower()])
+    code = int(item[2:], 16) if name == "u" else ord(name)
     return [(code, code)]
 
 
-def _others(ranges: Ranges) -> Ranges:
-    """Return all other code points."""
-    others, start = [], 0
-    for low, high in sorted(ranges):
-        if low > start:
-            others.append((start, low - 1))
-        start = max(start, high + 1)
-    if start <= _LAST:
-        others.append((start, _LAST))
-    return others
+def _complement(ranges: Ranges) -> Ranges:
+    """Return all code points outside the ranges."""
+    complement: Ranges = []
+    start = 0
+    for first, last in sorted(ranges):
+        if first > start:
+            complement.append((start, first - 1))
+        start = max(start, last + 1)
+    if start <= _LAST_CODE_POINT:
+        complement.append((start, _LAST_CODE_POINT))
+    return complement
 
 
 def _literal(code: int) -> str:
     character = chr(code)
-    is_plain = character.isalnum() or code > 0xFFFF
-    return character if is_plain else f"\\u{code:04x}"
+    if character.isalnum() or code > 0xFFFF:
+        return character
+    return f"\\u{code:04x}"
 
 
-def _unread(path: str, text: str, place: int, advice: str) -> InvalidRequestError:
-    where = f" with {text[:40]!r} at its character {place + 1}"
+def _unread(path: str, text: str, position: int, advice: str) -> InvalidRequestError:
+    where = f" with {text[:40]!r} at its character {position + 1}"
     return unenforced(path, "pattern", advice, where)
 
 
 def pattern_of_other_names(path: str, names: Iterable[str]) -> str:
-    """Return a pattern of all names of a property but `names`, spelled without escapes."""
+    """Return a pattern for all property names except `names`, spelled without escapes."""
     tree: dict[str, Any] = {}
     for name in names:
         if len(name) > MAX_NAME_CHARACTERS:
@@ -237,19 +296,24 @@ def pattern_of_other_names(path: str, names: Iterable[str]) -> str:
 
 
 def _other_endings(node: dict[str, Any]) -> str:
-    # A name with another character is never spelled without an escape.
-    following = [c for c in node if c >= " " and c not in '"\\']
-    literals = [_literal(ord(character)) for character in following]
-    branches = [f"[^{''.join(literals)}]{_ANY}*" if literals else f"{_ANY}+"]
+    """Return a pattern for all texts except those that lead from a node to the end of a name."""
+    literal_of: dict[str, str] = {}
+    for character in node:
+        # A name with another character is never spelled without an escape.
+        if character >= " " and character not in '"\\':
+            literal_of[character] = _literal(ord(character))
+    branches = [f"{_ANY}+"]
+    if literal_of:
+        branches = [f"[^{''.join(literal_of.values())}]{_ANY}*"]
     if "" not in node:
         branches.append("")
-    for character, literal in zip(following, literals, strict=True):
+    for character, literal in literal_of.items():
         branches.append(literal + _other_endings(node[character]))
     return f"({'|'.join(branches)})"
 
 
 def count(path: str, schema: dict[str, Any], keyword: str) -> int:
-    """Return a keyword's whole number of 31 bits, 0 where it is missing; refuse any other value."""
+    """Return a keyword's 31-bit integer, or 0 if it is missing; refuse any other value."""
     value = schema.get(keyword, 0)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise refusal(f"`{keyword}` at {path} is {shown(value, 40)}; use a whole number of 31 bits")
@@ -262,10 +326,10 @@ def shown(value: Any, max_characters: int = 80) -> str:
 
 
 def unenforced(path: str, keyword: str, advice: str, where: str = "") -> InvalidRequestError:
-    """Return the error of a keyword that xgrammar does not enforce, at a path or only `where`."""
+    """Return the error for a keyword that xgrammar does not enforce, at a path or only `where`."""
     return refusal(f"xgrammar does not enforce `{keyword[:80]}` at {path}{where}; {advice}")
 
 
 def refusal(why: str) -> InvalidRequestError:
-    """Return the error of a schema that is not taken."""
+    """Return the error for a schema that is refused."""
     return InvalidRequestError(f"the JSON schema cannot be enforced: {why}.")

@@ -9,10 +9,10 @@ V: logits.
 
 import importlib
 import json
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -23,19 +23,28 @@ from cb_rollout.integrations.json_schema import enforceable
 # Of one word of xgrammar's masks.
 BITS = 32
 
+ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
+
 # In a row between a JSON text's tokens: enough to indent, and no model repeats it endlessly.
 MAX_WHITESPACE = 16
 
-# Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar. Most
-# objects and arrays of a schema: compilation takes seconds beyond.
-MAX_NESTING, MAX_SCHEMA_NODES = 64, 2048
+# Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar.
+MAX_NESTING = 64
 
-# Characters of one pattern of a schema, and of all its patterns, counted repetitions written out.
-MAX_PATTERN_CHARACTERS, MAX_PATTERN_STATES = 4096, 1 << 14
+# Most objects and arrays of a schema: compilation takes seconds beyond.
+MAX_SCHEMA_NODES = 2048
 
-# Each compiler holds its tokenizer, and is made in a pass over the vocabulary. The bytes are of the
-# compiled grammars that it keeps for their next use.
-NUM_COMPILERS_KEPT, MAX_KEPT_BYTES = 2, 1 << 28
+# Characters of one pattern of a schema.
+MAX_PATTERN_CHARACTERS = 4096
+
+# Characters of all patterns of a schema, counted repetitions written out.
+MAX_PATTERN_STATES = 1 << 14
+
+# Each compiler holds its tokenizer, and is made in a pass over the vocabulary.
+NUM_COMPILERS_KEPT = 2
+
+# Of the compiled grammars that a compiler keeps for their next use.
+MAX_KEPT_BYTES = 1 << 28
 
 
 class XGrammar:
@@ -68,13 +77,45 @@ class XGrammar:
         _require_bounded(parsed)
         text = json.dumps(enforceable(parsed))
         compiler = _compiler(tokenizer, vocab_size)
-        whitespace = {"max_whitespace_cnt": MAX_WHITESPACE}
-        return cls(_compiled("JSON schema", compiler.compile_json_schema, text, **whitespace))
+        return cls(
+            _compiled(
+                "JSON schema",
+                compiler.compile_json_schema,
+                text,
+                max_whitespace_cnt=MAX_WHITESPACE,
+            )
+        )
 
     @classmethod
     def from_json(cls, tokenizer: Any, vocab_size: int) -> Self:
         """Allow any JSON object or array."""
         return cls(_compiler(tokenizer, vocab_size).compile_builtin_json_grammar())
+
+    @classmethod
+    def from_tool_calls(
+        cls, parameters: Mapping[str, dict[str, Any] | None], tokenizer: Any, vocab_size: int
+    ) -> Self:
+        """Allow free text and tool calls whose arguments obey the schema of the tool they name.
+
+        A call is `<tool_call>`, a JSON object with "name" and "arguments", and `</tool_call>`, each
+        on a line of its own. No other text may follow `<tool_call>`.
+
+        Args:
+            parameters: the JSON schema of the arguments of each tool, by name; None: any object.
+            tokenizer: the model's transformers tokenizer.
+            vocab_size: the number of the model's logits.
+        """
+        schemas: dict[str, dict[str, Any]] = {}
+        for name, schema in parameters.items():
+            schemas[name] = ANY_OBJECT if schema is None else schema
+        _require_bounded(list(schemas.values()))
+        tags = [_tool_call_tag(name, schema) for name, schema in schemas.items()]
+        calls = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
+        structural_tag = json.dumps({"type": "structural_tag", "format": calls})
+        compiler = _compiler(tokenizer, vocab_size)
+        return cls(
+            _compiled("JSON schema of a tool", compiler.compile_structural_tag, structural_tag)
+        )
 
     @classmethod
     def from_regex(cls, regex: str, tokenizer: Any, vocab_size: int) -> Self:
@@ -103,7 +144,7 @@ class XGrammarMatcher:
         self._matcher = matcher
 
     def fill_allowed_tokens(self, mask_V: torch.Tensor) -> None:
-        num_words = -(-len(mask_V) // BITS)
+        num_words = math.ceil(len(mask_V) / BITS)
         # -1 allows all; the matcher leaves the mask unchanged where it allows all.
         words = torch.full((1, num_words), -1, dtype=torch.int32)
         self._matcher.fill_next_token_bitmask(words, 0)
@@ -134,7 +175,12 @@ _REGEX_TOKEN = re.compile(
 
 
 def _require_bounded(schema: Any) -> None:
-    level, depth, num_nodes, num_states = [schema], 0, 0, 0
+    """Refuse a schema that is too deep, too large, or whose patterns repeat too much."""
+    # Level by level: a deep schema would exceed the recursion limit of the interpreter.
+    level: list[Any] = [schema]
+    depth = 0
+    num_nodes = 0
+    num_states = 0
     while level:
         depth += 1
         if depth > MAX_NESTING:
@@ -143,17 +189,41 @@ def _require_bounded(schema: Any) -> None:
         num_nodes += len(nodes)
         if num_nodes > MAX_SCHEMA_NODES:
             raise _refusal("JSON schema", f"more than {MAX_SCHEMA_NODES:,} objects and arrays")
-        objects = [node for node in nodes if isinstance(node, dict)]
-        # A reference may lead anywhere, so a pattern counts wherever it stands.
-        named = (node["patternProperties"] for node in objects if "patternProperties" in node)
-        patterns = chain(
-            (node["pattern"] for node in objects if "pattern" in node),
-            chain.from_iterable(names for names in named if isinstance(names, dict)),
-        )
-        num_states += sum(_num_states(text) for text in patterns if isinstance(text, str))
+        next_level: list[Any] = []
+        for node in nodes:
+            if isinstance(node, list):
+                next_level.extend(node)
+                continue
+            for pattern in _patterns(node):
+                num_states += _num_states(pattern)
+            next_level.extend(node.values())
         if num_states > MAX_PATTERN_STATES:
             raise _refusal("JSON schema", "its patterns repeat too much; count less, or use *")
-        level = list(chain.from_iterable(n.values() if isinstance(n, dict) else n for n in nodes))
+        level = next_level
+
+
+def _patterns(node: dict[str, Any]) -> list[str]:
+    """Return the patterns of an object, be it a schema or not: a reference may lead anywhere."""
+    values = [node.get("pattern")]
+    pattern_properties = node.get("patternProperties")
+    if isinstance(pattern_properties, dict):
+        values.extend(pattern_properties)
+    return [value for value in values if isinstance(value, str)]
+
+
+def _tool_call_tag(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return xgrammar's tag of the calls of a tool."""
+    quoted_name = json.dumps(name, ensure_ascii=False)
+    return {
+        "type": "tag",
+        "begin": f'<tool_call>\n{{"name": {quoted_name}, "arguments": ',
+        "content": {
+            "type": "json_schema",
+            "json_schema": enforceable(schema),
+            "max_whitespace_cnt": MAX_WHITESPACE,
+        },
+        "end": "}\n</tool_call>",
+    }
 
 
 def _num_states(pattern: str) -> int:
@@ -165,15 +235,15 @@ def _num_states(pattern: str) -> int:
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         raise _refusal(what, f"a pattern has more than {MAX_PATTERN_CHARACTERS:,} characters")
     _require_shallow(pattern, what)
-    # The states of each open group, and of the newest part, which a repetition repeats.
-    groups, newest = [0], 0
+    # The states of the whole pattern so far, and of each open group.
+    groups = [0]
+    # The states of the newest character, class or group, which a repetition repeats.
+    newest = 0
     for token in _REGEX_TOKEN.finditer(pattern):
         if token["repeat"]:
-            # Digits beyond any bound of xgrammar's are not read.
-            counts = [count[:10] for count in (token["least"], token["most"]) if count]
-            times = max(map(int, counts), default=1)
-            groups[-1] += newest * max(0, times - 1)
-            newest *= max(1, times)
+            repetitions = _most_repetitions(token)
+            groups[-1] += newest * (repetitions - 1)
+            newest *= repetitions
         elif token[0] == "(":
             groups.append(0)
         elif token[0] == ")" and len(groups) > 1:
@@ -185,10 +255,23 @@ def _num_states(pattern: str) -> int:
     return sum(groups)
 
 
+def _most_repetitions(token: re.Match[str]) -> int:
+    """Return the larger count of a repetition, at least 1."""
+    most = 1
+    for digits in (token["least"], token["most"]):
+        if digits:
+            # Digits beyond any bound of xgrammar's are not read.
+            most = max(most, int(digits[:10]))
+    return most
+
+
 def _require_shallow(text: str, what: str) -> None:
     depth = 0
     for token in _REGEX_TOKEN.finditer(text):
-        depth += token[0].startswith("(") - (token[0] == ")")
+        if token[0] == "(":
+            depth += 1
+        elif token[0] == ")":
+            depth -= 1
         if depth > MAX_NESTING:
             raise _refusal(what, f"its groups nest more than {MAX_NESTING} deep")
 

@@ -1,1 +1,1 @@
-"""Define, keep and export metrics: the engine writes, Prometheus and run records read."""
+"""Define, keep and export metrics: the engine writes; Prometheus, wandb and run records read."""

@@ -39,12 +39,15 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 def append_lines(file: FileIO, lines: bytes) -> None:
     """Append whole lines, unbuffered; if some do not fit, raise `OSError` and keep the others."""
-    start, num_bytes = file.seek(0, os.SEEK_END), 0
+    start = file.seek(0, os.SEEK_END)
+    num_written = 0
     try:
-        while num_bytes < len(lines):
-            num_bytes += file.write(lines[num_bytes:])
+        while num_written < len(lines):
+            num_written += file.write(lines[num_written:])
     except OSError:
-        file.truncate(start + lines.rfind(b"\n", 0, num_bytes) + 1)
+        # -1 where no line is whole, so that nothing of them stays.
+        last_newline = lines.rfind(b"\n", 0, num_written)
+        file.truncate(start + last_newline + 1)
         raise
 
 
@@ -59,7 +62,8 @@ def read_records(
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not (is_complete or line.endswith(b"\n")):
+            is_half_written = not is_complete and not line.endswith(b"\n")
+            if is_half_written:
                 return
             try:
                 record = parse(json.loads(line))

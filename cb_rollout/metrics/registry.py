@@ -4,8 +4,10 @@ Prometheus sees `cb_rollout_<name>` (counters with `_total`). Loads no torch; th
 writes the counters. Fields with a help text are exported while the engine runs.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 
@@ -22,12 +24,21 @@ class EngineCounters:
 
     requests_finished: int = _total("Sequences that ended, well or not; cancelled ones left out.")
     tokens_generated: int = _total("Sampled tokens.")
-    prefill_tokens: int = _total("Prompt tokens that went through a forward.")
-    prefill_tokens_saved: int = _total("Prompt tokens that a group or a cached prefix had already.")
+    prefill_tokens: int = _total(
+        "Tokens of prefills that went through a forward: prompts, and after a preemption what had "
+        "been generated before it."
+    )
+    prefill_tokens_saved: int = _total(
+        "Tokens of prefills that a group or a cached prefix had already."
+    )
     preemptions: int = _total("Sequences preempted for want of KV blocks, to resume later.")
+    offloaded_sequences: int = _total("Preempted sequences whose keys went to host memory.")
+    restored_sequences: int = _total("Preempted sequences whose keys came back from host memory.")
     images_encoded: int = _total("Images that went through the vision tower.")
     prefill_forwards: int = _total("Forwards of prompts.")
     decode_forwards: int = _total("Forwards of running sequences.")
+    rows_computed: int = 0
+    """Rows of all forwards: prompts, each once for its group, and running sequences."""
     truncated_tokens: int = 0
     """Tokens sampled under top-k, top-p or min-p."""
     kept_tokens: int = 0
@@ -43,14 +54,20 @@ class EngineCounters:
 
     def plus(self, other: "EngineCounters") -> "EngineCounters":
         """Return the totals of two engines; peaks at different moments are added too."""
-        return EngineCounters(
-            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
-        )
+        total = EngineCounters()
+        for counter in fields(self):
+            value = getattr(self, counter.name) + getattr(other, counter.name)
+            setattr(total, counter.name, value)
+        return total
 
     def since(self, earlier: "EngineCounters") -> "EngineCounters":
         """Return the totals added after `earlier`, with today's peak."""
-        added = (getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self))
-        return replace(EngineCounters(*added), kv_blocks_peak=self.kv_blocks_peak)
+        added = EngineCounters()
+        for counter in fields(self):
+            value = getattr(self, counter.name) - getattr(earlier, counter.name)
+            setattr(added, counter.name, value)
+        added.kv_blocks_peak = self.kv_blocks_peak
+        return added
 
     def copy(self) -> "EngineCounters":
         return replace(self)
@@ -66,6 +83,9 @@ class EngineStatus:
     kv_blocks: int = _live("KV cache blocks that the plan allows.")
     kv_bytes: int = _live("Bytes held for keys, values and states now.")
     policy_version: int = _live("The version that tokens are stamped with.")
+    host_kv_bytes: int = _live(
+        "Bytes of host memory held for keys of preempted sequences now.", default=0
+    )
 
 
 class Distribution(NamedTuple):
@@ -98,8 +118,19 @@ BUCKETS = (
 
 # Counters that are logged under their own names.
 _LOGGED_COUNTERS = (
-    "prefill_tokens", "prefill_tokens_saved", "images_encoded", "preemptions", "kv_blocks_peak",
+    "prefill_tokens", "prefill_tokens_saved", "images_encoded", "preemptions",
+    "offloaded_sequences", "restored_sequences", "kv_blocks_peak",
 )  # fmt: skip
+
+# Metrics that are added up over several rollouts.
+_SUMMED = (
+    "rollout/seconds", "rollout/tokens", "rollout/prefill_tokens", "rollout/preemptions",
+    "rollout/prefill_tokens_saved", "rollout/images_encoded",
+    "rollout/offloaded_sequences", "rollout/restored_sequences",
+)  # fmt: skip
+
+# Metrics that are averaged over the tokens of several rollouts. Of all others the largest counts.
+_AVERAGED = ("rollout/log_kept_mass", "rollout/kept_tokens")
 
 
 def rollout_metrics(added: EngineCounters, seconds: float) -> dict[str, float]:
@@ -114,7 +145,30 @@ def rollout_metrics(added: EngineCounters, seconds: float) -> dict[str, float]:
     return metrics
 
 
+def combined_metrics(rollouts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the metrics of several rollouts, such as the turns of a conversation, as one's."""
+    combined: dict[str, float] = {}
+    for name in dict.fromkeys(chain.from_iterable(rollouts)):
+        with_metric = [metrics for metrics in rollouts if name in metrics]
+        values = [metrics[name] for metrics in with_metric]
+        if name in _SUMMED:
+            combined[name] = sum(values)
+        elif name in _AVERAGED:
+            num_tokens = [metrics["rollout/tokens"] for metrics in with_metric]
+            weighted = sum(value * num for value, num in zip(values, num_tokens, strict=True))
+            combined[name] = weighted / sum(num_tokens)
+        else:
+            combined[name] = max(values)
+    seconds = combined.get("rollout/seconds")
+    if seconds:
+        combined["rollout/tokens_per_second"] = combined["rollout/tokens"] / seconds
+    return combined
+
+
 def status_metrics(status: EngineStatus) -> dict[str, float]:
     """Return the logged metrics of an engine's state by name."""
-    names = "policy_version", "kv_bytes", "kv_blocks_used"
-    return {f"rollout/{name}": getattr(status, name) for name in names}
+    return {
+        "rollout/policy_version": status.policy_version,
+        "rollout/kv_bytes": status.kv_bytes,
+        "rollout/kv_blocks_used": status.kv_blocks_used,
+    }

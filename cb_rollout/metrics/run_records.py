@@ -1,9 +1,9 @@
 """Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
 Owns the two files, a folder with each picture of a prompt once, the texts of audits, and their
-format. A file may hold several runs; each line has its run's id. Recording again removes the half
-line that a killed process left. A full disk stops the recording with a warning. One process of a
-run records.
+format. A file may hold several runs; each line has its run's id. A new recording first removes the
+incomplete line that a killed process may have left. A file that cannot be written stops the
+recording with a warning. One process of a run records.
 """
 
 import hashlib
@@ -27,6 +27,9 @@ from cb_rollout.metrics.jsonl import (
     remove_half_line,
     write_whole,
 )
+from cb_rollout.metrics.live_metrics import SequenceTimes, Span
+from cb_rollout.metrics.run_settings import Sections, write_settings
+from cb_rollout.metrics.write_faults import write_advice
 
 T = TypeVar("T")
 
@@ -60,29 +63,6 @@ class TokenRow(NamedTuple):
     entropy: float | None = None
     advantage: float | None = None
     mask: int | None = None
-
-
-class Span(NamedTuple):
-    """A part of a run's time, in seconds by `time.perf_counter`; in records by `time.time`."""
-
-    name: str
-    began: float
-    ended: float
-    seconds: float
-    """Time of its forwards, without what lies between them; else from its begin to its end."""
-    number: int
-    """Its forwards; of an optimizer step its number."""
-
-
-class SequenceTimes(NamedTuple):
-    """The life of a sequence, by the clock of the spans."""
-
-    request_id: str
-    created: float
-    admitted: float | None
-    """None: it ended in the queue."""
-    first_token: float | None
-    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +119,24 @@ class SequenceRecord:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.tokens)
-        num_stamped = sum(num for _, num in self.policy_versions)
         assert len(self.token_ids) == num_tokens, (len(self.token_ids), num_tokens)
         for values in (self.logprobs, self.trainer_logprobs, self.entropies, self.mask):
             assert len(values) in (0, num_tokens), (len(values), num_tokens)
-        assert num_stamped == num_tokens or not self.policy_versions, (num_stamped, num_tokens)
+        if self.policy_versions:
+            num_stamped = sum(num for _, num in self.policy_versions)
+            assert num_stamped == num_tokens, (num_stamped, num_tokens)
 
     def token_rows(self) -> Iterator[TokenRow]:
-        versions = [version for version, num in self.policy_versions for _ in range(num)]
-        for position, (token, token_id) in enumerate(zip(self.tokens, self.token_ids, strict=True)):
+        """Yield each sampled token with its recorded numbers."""
+        versions: list[int] = []
+        for version, num_tokens in self.policy_versions:
+            versions.extend([version] * num_tokens)
+        for position, token in enumerate(self.tokens):
             yield TokenRow(
                 prompt=self.prompt,
                 position=position,
                 token=token,
-                token_id=token_id,
+                token_id=self.token_ids[position],
                 logprob=_finite_at(self.logprobs, position),
                 policy_version=versions[position] if versions else None,
                 reward=self.reward,
@@ -170,23 +154,32 @@ class Run:
     run_id: str
     """When it began, UTC: year, month, day - hour, minute, second - microsecond."""
     continues: dict[str, int]
-    """Runs that it resumed, by id: the last of their steps that this run counts."""
+    """Runs that it resumed: by id, the last step of each that counts as part of this run."""
     steps: list[int]
-    """Recorded steps, ascending, those of the runs that it resumed included."""
+    """Recorded steps, ascending, including those of the runs that it resumed."""
     num_sequences: dict[int, int]
-    """Recorded sequences by ascending step, in the same way."""
+    """Number of recorded sequences by step, ascending, including resumed runs."""
 
     def __str__(self) -> str:
-        resumed = [f"{run} (up to step {step:,})" for run, step in self.continues.items()]
-        after = f", after {', '.join(resumed)}" if resumed else ""
-        return f"{self.run_id}  steps {self.steps[0]:,} to {self.steps[-1]:,}{after}"
+        text = f"{self.run_id}  steps {self.steps[0]:,} to {self.steps[-1]:,}"
+        if self.continues:
+            resumed = [f"{run} (up to step {step:,})" for run, step in self.continues.items()]
+            text += f", after {', '.join(resumed)}"
+        return text
 
 
 class RunRecorder:
     """Append the records of one run to the files, each with one unbuffered write."""
 
-    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        describe_run: Callable[[], Sections] | None = None,
+    ) -> None:
+        """Begin a run; `describe_run` returns its settings when its first record is written."""
         self.run_dir = Path(run_dir)
+        self._describe_run = describe_run
+        self._described_run = ""
         self._is_stopped = False
         with self._stopping():
             self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -199,10 +192,17 @@ class RunRecorder:
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self._run: dict[str, Any] = {"run_id": self.run_id}
         runs = _runs_in(self.run_dir) if from_step else []
-        if runs:
-            resumed = next((run for run in reversed(runs) if run.steps[-1] >= from_step), runs[-1])
-            before = {run: min(step, from_step) for run, step in resumed.continues.items()}
-            self._run["continues"] = before | {resumed.run_id: from_step}
+        if not runs:
+            return
+        resumed = runs[-1]
+        for run in runs:
+            if run.steps[-1] >= from_step:
+                resumed = run
+        continues: dict[str, int] = {}
+        for run_id, last_step in resumed.continues.items():
+            continues[run_id] = min(last_step, from_step)
+        continues[resumed.run_id] = from_step
+        self._run["continues"] = continues
 
     def record_metrics(self, metrics: StepMetrics) -> None:
         self._append(METRICS_FILE, metrics)
@@ -211,19 +211,31 @@ class RunRecorder:
         self._append(ROLLOUTS_FILE, sequence)
 
     def record_image(self, png: bytes) -> str:
-        """Write a picture, once however often it is recorded, and return its name."""
+        """Write a picture unless it was written before, and return its name."""
         name = f"{hashlib.blake2b(png, digest_size=16).hexdigest()}.png"
         path = self.run_dir / IMAGES_DIR / name
-        if not (self._is_stopped or path.exists()):
-            with self._stopping():
-                path.parent.mkdir(exist_ok=True)
-                write_whole(path, png)
+        if self._is_stopped or path.exists():
+            return name
+        with self._stopping():
+            path.parent.mkdir(exist_ok=True)
+            write_whole(path, png)
         return name
 
     def _append(self, name: str, record: StepMetrics | SequenceRecord) -> None:
-        if not self._is_stopped:
-            with self._stopping(), (self.run_dir / name).open("ab", buffering=0) as file:
-                append_lines(file, json_line(self._run | json_value(asdict(record))))
+        if self._is_stopped:
+            return
+        self._write_settings()
+        row = self._run | json_value(asdict(record))
+        with self._stopping(), (self.run_dir / name).open("ab", buffering=0) as file:
+            append_lines(file, json_line(row))
+
+    def _write_settings(self) -> None:
+        """Write the run's settings before its first record."""
+        if self._describe_run is None or self._described_run == self.run_id:
+            return
+        self._described_run = self.run_id
+        with self._stopping():
+            write_settings(self.run_dir, self.run_id, self._describe_run())
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
@@ -232,15 +244,16 @@ class RunRecorder:
             yield
         except OSError as error:
             self._is_stopped = True
+            cause = error.strerror or error
             warnings.warn(
-                f"{self.run_dir} cannot be written ({error.strerror}); training goes on, and "
-                "nothing more of this run is recorded. Make room before the next one.",
+                f"{self.run_dir} cannot be written ({cause}); training continues, but nothing "
+                f"more of this run is recorded. {write_advice(error, self.run_dir, 'output_dir')}",
                 stacklevel=4,
             )
 
 
 def record_audit(run_dir: str | os.PathLike[str], text: str) -> None:
-    """Append an audit, whose text has no empty line, or raise `OSError`."""
+    """Append the text of an audit, without empty lines, or raise `OSError`."""
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / AUDIT_FILE).open("ab", buffering=0) as file:
@@ -254,7 +267,8 @@ def read_last_audit(run_dir: str | os.PathLike[str]) -> str | None:
     path = Path(run_dir) / AUDIT_FILE
     if not path.is_file():
         return None
-    return path.read_text(encoding="utf-8").rpartition("\n\n")[2]
+    _, _, last_audit = path.read_text(encoding="utf-8").rpartition("\n\n")
+    return last_audit
 
 
 def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
@@ -270,11 +284,13 @@ def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
 
 def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
     """Return the run of an id, or raise `ConfigurationError`; None: the last run."""
-    by_id = {run.run_id: run for run in runs}
-    run_id = runs[-1].run_id if run_id is None else run_id
-    if run_id not in by_id:
-        raise ConfigurationError(f"no run is called {run_id!r}; there is {', '.join(by_id)}.")
-    return by_id[run_id]
+    if run_id is None:
+        return runs[-1]
+    for run in runs:
+        if run.run_id == run_id:
+            return run
+    run_ids = [run.run_id for run in runs]
+    raise ConfigurationError(f"no run is called {run_id!r}; there is {', '.join(run_ids)}.")
 
 
 def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> list[StepMetrics]:
@@ -293,8 +309,11 @@ def iterate_rollouts(
 
 def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
     """Return a recorded picture as PNG; None: its file is gone, or the name is not one of ours."""
+    # A name from a record may lead out of the folder.
+    if not _IMAGE_NAME.fullmatch(name):
+        return None
     path = Path(run_dir) / IMAGES_DIR / name
-    return path.read_bytes() if _IMAGE_NAME.fullmatch(name) and path.is_file() else None
+    return path.read_bytes() if path.is_file() else None
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
@@ -316,43 +335,82 @@ def _records_of(
     parse: Callable[[Mapping[str, Any]], T],
     steps: Collection[int] | None = None,
 ) -> Iterator[T]:
-    last_steps = {**run.continues, run.run_id: math.inf}
+    """Iterate over the records of a run in a file, and of the runs that it resumed.
 
-    def chosen(row: Mapping[str, Any]) -> T | None:
-        is_of_run = row["step"] <= last_steps.get(row["run_id"], -1)
-        return parse(row) if is_of_run and (steps is None or row["step"] in steps) else None
+    Args:
+        run: a run of `list_runs`.
+        run_dir: a trainer's output_dir, or the folder of records.
+        name: the file's name.
+        parse: returns the record of a line's JSON.
+        steps: yield the records of these steps; None: of all.
+    """
 
-    records = read_records(find_run_dir(run_dir) / name, chosen, "record")
+    def parse_chosen(row: Mapping[str, Any]) -> T | None:
+        step = row["step"]
+        if step > _last_step(row["run_id"], run.run_id, run.continues):
+            return None
+        if steps is not None and step not in steps:
+            return None
+        return parse(row)
+
+    records = read_records(find_run_dir(run_dir) / name, parse_chosen, "record")
     return (record for record in records if record is not None)
 
 
+def _last_step(other_id: str, run_id: str, continues: Mapping[str, int]) -> float:
+    """Return the last step of a run that counts as a step of `run_id`, which resumed it.
+
+    -1: none does.
+    """
+    if other_id == run_id:
+        return math.inf
+    return continues.get(other_id, -1)
+
+
 def _runs_in(run_dir: Path) -> list[Run]:
-    continued: dict[str, dict[str, int]] = {}
+    """Return the runs of a folder, the oldest first."""
+    continues_of: dict[str, dict[str, int]] = {}
 
     def run_and_step(row: Mapping[str, Any]) -> tuple[str, int]:
         run_id = row["run_id"]
-        continued.setdefault(run_id, row.get("continues", {}))
+        continues_of.setdefault(run_id, row.get("continues", {}))
         return run_id, int(row["step"])
 
-    metrics, sequences = (
-        list(read_records(run_dir / name, run_and_step, "record"))
-        for name in (METRICS_FILE, ROLLOUTS_FILE)
-    )
-    runs = []
+    metrics = list(read_records(run_dir / METRICS_FILE, run_and_step, "record"))
+    sequences = list(read_records(run_dir / ROLLOUTS_FILE, run_and_step, "record"))
+    runs: list[Run] = []
     # An id begins with the run's time.
-    for run_id in sorted(continued):
-        last = {**continued[run_id], run_id: math.inf}
-        nums = Counter(step for other, step in sequences if step <= last.get(other, -1))
-        steps = {step for other, step in metrics if step <= last.get(other, -1)} | {*nums}
-        runs.append(Run(run_id, continued[run_id], sorted(steps), dict(sorted(nums.items()))))
+    for run_id in sorted(continues_of):
+        continues = continues_of[run_id]
+        steps: set[int] = set()
+        num_sequences: Counter[int] = Counter()
+        for other_id, step in metrics:
+            if step <= _last_step(other_id, run_id, continues):
+                steps.add(step)
+        for other_id, step in sequences:
+            if step <= _last_step(other_id, run_id, continues):
+                steps.add(step)
+                num_sequences[step] += 1
+        runs.append(
+            Run(
+                run_id=run_id,
+                continues=continues,
+                steps=sorted(steps),
+                num_sequences=dict(sorted(num_sequences.items())),
+            )
+        )
     return runs
 
 
 def _metrics_from(row: Mapping[str, Any]) -> StepMetrics:
+    scalars: dict[str, float] = {}
+    for name, value in row["scalars"].items():
+        if value is not None:
+            scalars[name] = float(value)
     return _record_from(
         StepMetrics,
         row,
-        scalars={name: float(v) for name, v in row["scalars"].items() if v is not None},
+        scalars=scalars,
         completion_lengths=list(map(int, row["completion_lengths"])),
         group_rewards=[_numbers(group) for group in row.get("group_rewards", ())],
         spans=[Span(*span) for span in row.get("spans", ())],
@@ -372,13 +430,16 @@ def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
     )
 
 
-def _record_from(kind: type[T], row: Mapping[str, Any], **read: Any) -> T:
-    """Return a row as a record; `read`: its values that JSON holds in another form."""
+def _record_from(record_type: type[T], row: Mapping[str, Any], **converted: Any) -> T:
+    """Return a row as a record; `converted`: its values that JSON holds in another form."""
     if row["mode"] not in get_args(Mode):
         raise ValueError(f"mode {row['mode']!r} is neither train nor eval")
-    # Older runs did not record every field.
-    known = {f.name: row[f.name] for f in fields(kind) if f.name in row}  # type: ignore[arg-type]
-    return kind(**known | read)
+    values: dict[str, Any] = {}
+    for field_of_record in fields(record_type):  # type: ignore[arg-type]
+        # Older runs did not record every field.
+        if field_of_record.name in row:
+            values[field_of_record.name] = row[field_of_record.name]
+    return record_type(**values | converted)
 
 
 def _numbers(values: Iterable[Any]) -> list[float]:
@@ -391,7 +452,9 @@ def json_value(value: Any) -> Any:
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
-    return value if value is None or isinstance(value, int | str) else _finite(value)
+    if value is None or isinstance(value, int | str):
+        return value
+    return _finite(value)
 
 
 def _finite(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Run a model over packed batches, under whatever wraps it.
+"""Run a model over packed batches, inside its wrappers.
 
 The wrapper's forward (DDP, FSDP, DeepSpeed, PEFT) is entered once for all batches, so that
 gradients are reduced as after any other forward. Called by the thread that trains.
@@ -22,10 +22,12 @@ from cb_rollout.compat.patching import replacing
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.packed import PackedAttention, no_mask
 from cb_rollout.engine.model.routers import Disagreement, Routers
-from cb_rollout.engine.numerics.agreement import LEAST_SIZE, references
+from cb_rollout.engine.numerics.agreement import LEAST_SIZE, is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import ConfigurationError, error_text
-from cb_rollout.packing.batch import PackedBatch, PackedRow, PackingLayout, fork_examples
+from cb_rollout.packing.batch import PackedBatch, PackingLayout
+from cb_rollout.packing.prefix_tree import fork_examples
+from cb_rollout.packing.rows import PackedRow
 
 
 class Scores(NamedTuple):
@@ -36,7 +38,7 @@ class Scores(NamedTuple):
     entropies_K: torch.Tensor | None = None
     """float32, in nats; None: not computed."""
     aux_loss: torch.Tensor | None = None
-    """The load-balancing loss of a mixture of experts; None: not asked for."""
+    """The load-balancing loss of a mixture of experts; None: not requested."""
 
 
 Head = Callable[[Callable[..., Any], PackedBatch, dict[str, Any]], Scores]
@@ -53,11 +55,17 @@ def score_batches(
     routers: Routers | None = None,
     counts: Disagreement | None = None,
 ) -> list[Scores]:
-    """Score the R completion tokens of each batch, by `head`, with a plain or wrapped model.
+    """Score the R completion tokens of each batch.
 
-    If gradients are enabled, the first `num_trained` batches have them. With `recompute` the
-    backward pass computes each batch again, so that activations of a single batch exist at a time.
-    `routers` take the batches' routes, and `counts` counts choices that differ from them.
+    Args:
+        model: a plain or wrapped model.
+        batches: all of one layout.
+        head: scores the tokens of a batch.
+        num_trained: the first batches that have gradients, if gradients are enabled.
+        recompute: recompute each batch in the backward pass, so that only one batch's activations
+            are in memory at a time.
+        routers: routers that replay the batches' routes; None: they choose themselves.
+        counts: counts choices of the routers that differ from the routes.
 
     Raises:
         ConfigurationError: the model cannot run over packed tokens.
@@ -72,16 +80,17 @@ def score_batches(
         for number, batch in enumerate(batches):
             is_trained = number < num_trained and torch.is_grad_enabled()
             with torch.set_grad_enabled(is_trained):
-                arguments = (inner, own_forward, batch, head, routers, counts)
+                score = partial(_score, inner, own_forward, batch, head, routers, counts)
                 if recompute and is_trained:
-                    scores.append(checkpoint(_score, *arguments, use_reentrant=False))
+                    scores.append(checkpoint(score, use_reentrant=False))
                 else:
-                    scores.append(_score(*arguments))
-        # DDP looks for the tensors that it will see gradients of.
-        return [tensor for fields in scores for tensor in fields if tensor is not None]
+                    scores.append(score())
+        return _tensors(scores)
 
-    holders = [inner, *_holders_of_forward(model, inner)]
-    with replacing((holder, "forward", forward) for holder in holders):
+    replacements: list[tuple[Any, str, Any]] = [(inner, "forward", forward)]
+    for wrapper in _holders_of_forward(model, inner):
+        replacements.append((wrapper, "forward", forward))
+    with replacing(replacements):
         try:
             output = model(input_ids=batches[0].input_ids)
         except (ConfigurationError, torch.OutOfMemoryError):
@@ -94,7 +103,8 @@ def score_batches(
     if not scores:
         raise _not_packed(model, "does not call the model's forward")
     returned = iter(output)
-    return [_wrapped(own, returned) for own in scores]
+    # In the order of `_tensors`: each takes the next of those that the wrapper returned.
+    return [_wrapped(of_batch, returned) for of_batch in scores]
 
 
 def _not_packed(model: torch.nn.Module, reason: str) -> ConfigurationError:
@@ -106,12 +116,26 @@ def _not_packed(model: torch.nn.Module, reason: str) -> ConfigurationError:
 
 
 def _holders_of_forward(model: torch.nn.Module, inner: Any) -> list[torch.nn.Module]:
-    """Return the wrappers that call the inner model's forward by a reference of their own.
+    """Return the wrappers that keep their own reference to the inner model's forward.
 
     PEFT 0.21's `AdaptionPromptModel` keeps the bound method.
     """
-    wrappers = (module for module in model.modules() if module is not inner)
-    return [w for w in wrappers if getattr(vars(w).get("forward"), "__self__", None) is inner]
+    holders = []
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if module is not inner and getattr(forward, "__self__", None) is inner:
+            holders.append(module)
+    return holders
+
+
+def _tensors(scores: Sequence[Scores]) -> list[torch.Tensor]:
+    """Return the tensors of all scores: DDP looks for those that it will see gradients of."""
+    tensors: list[torch.Tensor] = []
+    for of_batch in scores:
+        for tensor in of_batch:
+            if tensor is not None:
+                tensors.append(tensor)
+    return tensors
 
 
 def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
@@ -119,12 +143,14 @@ def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
 
     FSDP (torch 2.13) hooks the tensors themselves, and rounds its copies to the compute dtype.
     """
-    fields: dict[str, Any] = scores._asdict()
-    for name, own in fields.items():
-        if own is not None:
-            copy = next(returned)
-            fields[name] = copy if copy.dtype == own.dtype else own
-    return Scores(**fields)
+    wrapped: dict[str, torch.Tensor] = {}
+    for name, tensor in scores._asdict().items():
+        if tensor is None:
+            continue
+        copy = next(returned)
+        if copy.dtype == tensor.dtype:
+            wrapped[name] = copy
+    return scores._replace(**wrapped)
 
 
 def _score(
@@ -135,6 +161,16 @@ def _score(
     routers: Routers | None,
     counts: Disagreement | None,
 ) -> Scores:
+    """Score one batch; see `score_batches`.
+
+    Args:
+        inner: the transformers model.
+        own_forward: its forward, which a wrapper's call has replaced.
+        batch: as of `score_batches`.
+        head: as of `score_batches`.
+        routers: as of `score_batches`.
+        counts: as of `score_batches`.
+    """
     backbone = hf_compat.backbone_of(inner)
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     arguments |= batch.others
@@ -161,9 +197,15 @@ def _score(
             raise ConfigurationError("its attention cannot be replaced")
     if batch.scores_R is None:
         return scores
-    logprobs_K, entropies_K, aux_loss = scores
-    entropies_R = None if entropies_K is None else entropies_K.index_select(0, batch.scores_R)
-    return Scores(logprobs_K.index_select(0, batch.scores_R), entropies_R, aux_loss)
+    return _of_all_rows(scores, batch.scores_R)
+
+
+def _of_all_rows(scores: Scores, scores_R: torch.Tensor) -> Scores:
+    """Return the score of each completion token of each row, copying shared scores."""
+    scores = scores._replace(logprobs_K=scores.logprobs_K.index_select(0, scores_R))
+    if scores.entropies_K is None:
+        return scores
+    return scores._replace(entropies_K=scores.entropies_K.index_select(0, scores_R))
 
 
 def _forked_forward(
@@ -171,19 +213,23 @@ def _forked_forward(
 ) -> Any:
     """Run a backbone over a prompt, and from its states over completions; join hidden states."""
     assert batch.shared_ids is not None
-    computed = ("input_ids", "position_ids", "attention_mask", "past_key_values", "use_cache")
-    settings = {name: value for name, value in named.items() if name not in computed}
-    (B, S), P = batch.input_ids.shape, batch.shared_ids.shape[1]
-    device, cache = batch.input_ids.device, DynamicCache(config=inner.config.get_text_config())
-    settings |= {"past_key_values": cache, "use_cache": True}
+    B, S = batch.input_ids.shape
+    P = batch.shared_ids.shape[1]
+    device = batch.input_ids.device
+    cache = DynamicCache(config=inner.config.get_text_config())
+    settings = {**named, "past_key_values": cache, "use_cache": True}
+    for name in ("input_ids", "position_ids", "attention_mask"):
+        settings.pop(name, None)
     positions_1P = torch.arange(P, device=device)[None]
     output = own(input_ids=batch.shared_ids, position_ids=positions_1P, **settings)
-    hidden = [output.last_hidden_state]
+    # One row for each token: those of the prompt, then those of each completion.
+    hidden_NH = output.last_hidden_state.flatten(0, 1)
     if S:
         hf_compat.repeat_states(cache, B, device)
         output = own(input_ids=batch.input_ids, position_ids=batch.position_ids, **settings)
-        hidden.append(output.last_hidden_state)
-    output.last_hidden_state = torch.cat([h.flatten(0, 1) for h in hidden])[None]
+        hidden_of_forks = output.last_hidden_state.flatten(0, 1)
+        hidden_NH = torch.cat([hidden_NH, hidden_of_forks])
+    output.last_hidden_state = hidden_NH[None]
     # The states are of no use to the caller.
     output.past_key_values = None
     return output
@@ -204,7 +250,7 @@ def _within(backbone: torch.nn.Module, attend: PackedAttention) -> Callable[...,
 def _selecting_hidden_states(
     backbone: torch.nn.Module, predicting_K: torch.Tensor
 ) -> RemovableHandle:
-    """Have the head see the hidden states that predict completion tokens alone, (1, K, H)."""
+    """Pass only the hidden states that predict completion tokens, (1, K, H), to the head."""
 
     def select(_module: Any, _arguments: Any, output: Any) -> Any:
         # The head may be called again, on a part of these.
@@ -218,7 +264,7 @@ def _selecting_hidden_states(
 
 
 def _without_mask(backbone: torch.nn.Module, input_ids: torch.Tensor) -> RemovableHandle:
-    """Have layers build no mask of all tokens."""
+    """Keep layers from building a mask of all tokens."""
     mask = no_mask(input_ids.device)
 
     def replace(_module: Any, arguments: Any, named: dict[str, Any]) -> Any:
@@ -233,11 +279,11 @@ def differing_gradients(
     score: Callable[[Sequence[PackedRow], PackingLayout], Sequence[torch.Tensor]],
     dtype: torch.dtype,
 ) -> str | None:
-    """Return how gradients through forked states differ from those of whole rows; None: not at all.
+    """Return how gradients through forked states differ from those of whole rows; None: equal.
 
-    States that a layer writes without a graph give the same log-probabilities, and lose the
-    gradient of the prompt. States that it writes over those of the prompt raise in the backward
-    pass. Each of the `fork_examples` is compared.
+    If a layer writes states without a graph, log-probabilities are right, but the prompt's gradient
+    is lost. If it overwrites the prompt's states, the backward pass raises. Each of the
+    `fork_examples` is compared.
 
     Args:
         inner: the transformers model.
@@ -246,56 +292,92 @@ def differing_gradients(
         dtype: precision of the forwards.
 
     Raises:
-        Exception: whatever a backward pass raises.
+        Exception: an exception of the backward pass.
     """
+    num_tokens = sum(row.num_tokens for row in rows)
+    is_measured = is_measurable(inner, num_tokens)
     for example in fork_examples(rows):
-        if (difference := _gradient_difference(inner, partial(score, example), dtype)) is not None:
+        difference = _gradient_difference(
+            inner, partial(score, example), dtype, is_measured=is_measured
+        )
+        if difference is not None:
             return difference
     return None
 
 
+def _gradients_of_tokens(
+    embeddings: torch.nn.Module, score: Callable[[], Sequence[torch.Tensor]]
+) -> torch.Tensor:
+    """Return the gradient of each token's embedding, (tokens, H), summed over its places.
+
+    Args:
+        embeddings: the model's input embeddings.
+        score: computes log-probabilities, whose sum is the loss.
+    """
+    token_ids: list[torch.Tensor] = []
+    embedded: list[torch.Tensor] = []
+
+    def keep(_module: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if not output.requires_grad:
+            output.requires_grad_()
+        token_ids.append(arguments[0].flatten())
+        embedded.append(output)
+
+    handle = embeddings.register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            loss = torch.cat(list(score())).sum()
+    finally:
+        handle.remove()
+    gradients = torch.autograd.grad(loss, embedded, materialize_grads=True)
+    gradients_NH = [gradient.flatten(0, -2) for gradient in gradients]
+    values_NH = torch.cat(gradients_NH).double()
+    tokens, index_N = torch.cat(token_ids).unique(return_inverse=True)
+    sums = values_NH.new_zeros(len(tokens), values_NH.shape[-1])
+    sums.index_add_(0, index_N, values_NH)
+    # Padding is a token of no row, and has no gradient.
+    has_gradient = sums.abs().amax(1) > 0
+    return sums[has_gradient]
+
+
 def _gradient_difference(
-    inner: Any, score: Callable[[PackingLayout], Sequence[torch.Tensor]], dtype: torch.dtype
+    inner: Any,
+    score: Callable[[PackingLayout], Sequence[torch.Tensor]],
+    dtype: torch.dtype,
+    *,
+    is_measured: bool,
 ) -> str | None:
-    """Compare gradients of the embeddings, summed over the places of a token."""
+    """Compare gradients through forked states with those of padded rows.
 
-    def gradient(layout: PackingLayout) -> torch.Tensor:
-        places: list[tuple[torch.Tensor, torch.Tensor]] = []
+    `is_measured`: measure their rounding in float64.
+    """
 
-        def keep(_module: Any, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            if not output.requires_grad:
-                output.requires_grad_()
-            places.append((arguments[0], output))
+    def gradients(layout: PackingLayout) -> torch.Tensor:
+        return _gradients_of_tokens(inner.get_input_embeddings(), partial(score, layout))
 
-        handle = inner.get_input_embeddings().register_forward_hook(keep)
-        try:
-            with torch.enable_grad():
-                total = torch.cat(list(score(layout))).sum()
-        finally:
-            handle.remove()
-        ids, embedded = zip(*places, strict=True)
-        of_places = torch.autograd.grad(total, embedded, materialize_grads=True)
-        tokens, index = torch.cat([i.flatten() for i in ids]).unique(return_inverse=True)
-        values = torch.cat([g.flatten(0, -2) for g in of_places]).double()
-        sums = values.new_zeros(len(tokens), values.shape[-1]).index_add_(0, index, values)
-        # Padding is a token of no row, and has no gradient.
-        return sums[sums.abs().amax(1) > 0]
+    # The rounding of smaller values is taken for that of values of `LEAST_SIZE`.
+    root_mean_square = gradients(PackingLayout.PADDED).square().mean().sqrt()
+    scale = LEAST_SIZE / root_mean_square
 
-    scale = LEAST_SIZE / gradient(PackingLayout.PADDED).square().mean().sqrt()
-    (reference, *_) = references(
-        lambda: list(scale * gradient(PackingLayout.PADDED)),
+    def scaled_gradients(layout: PackingLayout) -> list[torch.Tensor]:
+        return list(scale * gradients(layout))
+
+    in_each_precision = references(
+        lambda: scaled_gradients(PackingLayout.PADDED),
         dtype,
         is_coarse=dtype.itemsize < torch.float32.itemsize,
+        is_measured=is_measured,
     )
+    reference = in_each_precision[0]
 
     def through_forks() -> list[torch.Tensor]:
-        found = list(scale * gradient(PackingLayout.FORKED_STATES))
-        if len(found) != len(reference.values):
+        of_forks = scaled_gradients(PackingLayout.FORKED_STATES)
+        if len(of_forks) != len(reference.values):
             raise ConfigurationError(
-                f"{len(found)} tokens have a gradient through forked states, and "
+                f"{len(of_forks)} tokens have a gradient through forked states, and "
                 f"{len(reference.values)} in whole rows"
             )
-        return found
+        return of_forks
 
     agreement = reference.compare(through_forks, higher_precision)
     if agreement:

@@ -1,4 +1,4 @@
-"""Compute log-probabilities of a rollout's outputs with gradients, for a loop of one's own.
+"""Compute log-probabilities of a rollout's outputs with gradients, for your own loop.
 
 K: completion tokens of a batch, H: hidden size, V: vocabulary.
 """
@@ -7,12 +7,12 @@ import math
 import threading
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
-from operator import index
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,11 +22,18 @@ from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import has_autocast
 from cb_rollout.compat.fsdp import is_sharded
-from cb_rollout.compat.module_state import forward_identity, with_moved_adapters
+from cb_rollout.compat.module_state import (
+    adapter_names,
+    forward_identity,
+    with_active_adapter,
+    with_moved_adapters,
+)
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.torch import compute_dtype
-from cb_rollout.engine.cuda_graphs.selection import ExecutionPath
+from cb_rollout.config.checks import plain_token_ids
+from cb_rollout.engine.decode.path import ExecutionPath
 from cb_rollout.engine.memory.device import to_device
+from cb_rollout.engine.model.adapters import require_adapter, require_unmerged
 from cb_rollout.engine.model.eval_mode import eval_mode
 from cb_rollout.engine.model.routers import Routers, find_routers, joined_routes
 from cb_rollout.engine.model.runner import ModelRunner
@@ -35,28 +42,41 @@ from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.sampling.draw import chosen_logprobs
 from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
-from cb_rollout.packing.batch import (
-    PackedBatch,
-    PackedRow,
-    PackingLayout,
-    pack,
-    representative,
-    with_images,
-    with_rope_sides,
-)
+from cb_rollout.packing.batch import PackedBatch, PackingLayout, pack
 from cb_rollout.packing.forward import Scores, differing_gradients, score_batches
+from cb_rollout.packing.prefix_tree import representative
+from cb_rollout.packing.rows import PackedRow, with_images, with_rope_sides
 from cb_rollout.types import GenerationOutput
+
+T = TypeVar("T")
 
 # Tokens whose logits exist at a time.
 CHUNK_TOKENS = 1024
 
-# Layouts that agreed with the plain forward, of rows without images and with some, and routers, by
-# model.
-_LAYOUTS: WeakKeyDictionary[torch.nn.Module, dict[Any, PackingLayout]] = WeakKeyDictionary()
+
+class RowKind(NamedTuple):
+    """Properties of rows that decide which layouts they may take."""
+
+    has_images: bool
+    may_fork: bool
+    """True: completions may continue from the recurrent states after their prompt."""
+    adapter: str | None = None
+    """The adapter under which they are scored; None: the active adapters."""
+
+
+class AgreedLayouts(NamedTuple):
+    """Layouts that agreed with a model's plain forward."""
+
+    model: object
+    """Equal as long as the model and its wrappers compute the same function."""
+    layouts: dict[RowKind, PackingLayout]
+
+
+_LAYOUTS: WeakKeyDictionary[torch.nn.Module, AgreedLayouts] = WeakKeyDictionary()
 _ROUTERS: WeakKeyDictionary[torch.nn.Module, Routers] = WeakKeyDictionary()
 
 # A packed forward replaces methods of the model; the backward pass computes heads again.
-_REPLACING = threading.RLock()
+REPLACING = threading.RLock()
 
 
 def packed_logprobs(
@@ -65,44 +85,48 @@ def packed_logprobs(
     *,
     temperature: float | None = None,
 ) -> list[torch.Tensor]:
-    """Return the log-probability of every generated token under the model's weights as they are.
+    """Return the log-probability of every generated token under the model's current weights.
 
-    Nothing is padded, and tokens that several outputs begin with are computed once, be they of
-    prompts or generated: pass all turns of a conversation together. Gradients flow to
-    the parameters unless they are disabled; the model's mode is left as it is. On its first call a
-    model's packed forward is compared with its plain forward. A model with recurrent layers
-    computes each prompt once, and its completions from the states that it left; one that
-    can do neither runs on rows of similar length, padded.
+    Nothing is padded, and a prefix that several outputs share is computed once, whether prompt or
+    generated tokens: pass all turns of a conversation together. Gradients flow to the parameters
+    unless they are disabled; the model's mode does not change. The first call for a model compares
+    its packed forward with its plain forward. A model with recurrent layers computes each prompt
+    once, and starts the completions from the states at its end. A model that can do neither runs on
+    padded rows of similar length.
 
-    Threads that call this wait for each other. Nothing else may run the model meanwhile, not even
-    a rollout in another thread. Outputs that were sampled with `router_replay=True` take the same
-    experts again, and those with `sampling_mask="replay"` are scored over the ids that truncation
-    kept.
+    Threads that call this wait for each other. Nothing else may run the model meanwhile, not even a
+    rollout in another thread. Outputs that were sampled with `router_replay=True` use the same
+    experts again. With `sampling_mask="replay"`, each token is normalized over the token ids that
+    truncation kept. An output that names an adapter is scored by that adapter, even if another one
+    is active.
 
     Args:
         model: a transformers causal language model, plain or wrapped by PEFT, DDP or accelerate,
             on one device.
-        outputs: a rollout's outputs, or the dict of them that it returned, with `prompt_ids` and
+        outputs: a rollout's outputs, as a list or as the dict that it returned, with `prompt_ids`,
             `generated_tokens`, and the `images` of their prompts.
-        temperature: divides the logits, above 0. None: the one that each output was sampled with,
-            its `temperature`.
+        temperature: divides the logits, above 0. None: each output's own `temperature`, at which it
+            was sampled.
 
     Returns:
-        For each output a 1-d tensor, float32, of as many natural logarithms as it has generated
-        tokens, on the model's device.
+        One 1-d float32 tensor per output, on the model's device, with the natural logarithm for
+        each of its generated tokens.
 
     Raises:
-        InvalidRequestError: an output has no prompt, or a token id that the model does not know.
+        InvalidRequestError: an output has no prompt, or a token id outside the model's vocabulary.
         ConfigurationError: a temperature is not a finite number above 0; the model has no
-            language-model head, is an encoder-decoder, or is not whole on one device.
+            language-model head, is an encoder-decoder, or is not entirely on one device; it lacks
+            the adapter that an output names, or an adapter is merged in place.
     """
-    outputs = list(outputs.values() if isinstance(outputs, Mapping) else outputs)
+    if isinstance(outputs, Mapping):
+        outputs = outputs.values()
+    outputs = list(outputs)
     inner = hf_compat.unwrap(model)
     hf_compat.refuse_what_cannot_generate(inner)
     if is_sharded(inner):
         raise ConfigurationError(
-            "packed_logprobs takes a model whose parameters are whole; under FSDP or ZeRO-3 attach "
-            "a TRL trainer with loss_forward='packed', or call the model's own forward."
+            "packed_logprobs needs a model whose parameters are not sharded; under FSDP or ZeRO-3, "
+            "attach a TRL trainer with loss_forward='packed', or call the model's own forward."
         )
     if hf_compat.invocation_token_ids(model):
         raise ConfigurationError(
@@ -115,9 +139,44 @@ def packed_logprobs(
     logprobs = [torch.zeros(0, device=device) for _ in rows]
     if not any(row.completion_ids for row in rows):
         return logprobs
-    with _REPLACING:
-        scored = _scored_in_its_layout(model, inner, rows)
-    return [scored.get(number, no_token) for number, no_token in enumerate(logprobs)]
+    numbers_by_adapter: dict[str | None, list[int]] = defaultdict(list)
+    for number, output in enumerate(outputs):
+        adapter = getattr(output, "adapter", None)
+        numbers_by_adapter[adapter].append(number)
+    for adapter, numbers in numbers_by_adapter.items():
+        of_adapter = [rows[number] for number in numbers]
+        if any(row.completion_ids for row in of_adapter):
+            for index, scores in score_rows(model, of_adapter, adapter).items():
+                logprobs[numbers[index]] = scores
+    return logprobs
+
+
+def score_rows(
+    model: torch.nn.Module, rows: Sequence[PackedRow], adapter: str | None = None
+) -> dict[int, torch.Tensor]:
+    """Return the log-probabilities of each row with a completion, with gradients, by its index.
+
+    See `packed_logprobs`; the rows are not checked.
+
+    Args:
+        model: a plain or wrapped model.
+        rows: the rows to score, at least one with a completion.
+        adapter: the only adapter that computes and gets gradients; None: the active adapters.
+
+    Raises:
+        ConfigurationError: there is no such adapter, or an adapter is merged in place.
+    """
+    inner = hf_compat.unwrap(model)
+    adapting: AbstractContextManager[Any] = nullcontext()
+    if adapter is not None:
+        require_adapter(adapter, adapter_names(inner))
+        require_unmerged(adapter, inner)
+        adapting = hf_compat.repeated_in_checkpoints(
+            inner, partial(with_active_adapter, inner, adapter)
+        )
+    with REPLACING, adapting:
+        score = partial(_scored, model, rows, adapter=adapter)
+        return score_in_agreed_layout(model, rows, score, adapter=adapter)
 
 
 def rows_of_outputs(
@@ -125,17 +184,27 @@ def rows_of_outputs(
 ) -> list[PackedRow]:
     """Return the rows of outputs with their images, checked; see `packed_logprobs`."""
     vocab_size = hf_compat.vocab_size(inner)
-    rows = [_row(output, vocab_size, _temperature(output, temperature)) for output in outputs]
+    rows: list[PackedRow] = []
+    for output in outputs:
+        temperature_of_row = _temperature(output, temperature)
+        rows.append(_row(output, vocab_size, temperature_of_row))
     rows = with_rope_sides(inner, rows)
     placeholders = multimodal.placeholder_token_ids(inner)
-    images = [getattr(output, "images", None) for output in outputs]
-    for row, output, own in zip(rows, outputs, images, strict=True):
-        if own is None and not placeholders.isdisjoint(row.prompt_ids):
+    images: list[Any] = []
+    has_images = False
+    for row, output in zip(rows, outputs, strict=True):
+        images_of_row = getattr(output, "images", None)
+        images.append(images_of_row)
+        if images_of_row is not None:
+            has_images = True
+        elif not placeholders.isdisjoint(row.prompt_ids):
             raise ConfigurationError(
-                f"{output.request_id} holds tokens that stand for images, and no images; pass the "
-                "outputs of a rollout as they are, which hold their images."
+                f"{output.request_id} holds image tokens but no images; pass the outputs of a "
+                "rollout unchanged, which hold their images."
             )
-    return with_images(inner, rows, images) if any(own is not None for own in images) else rows
+    if has_images:
+        return with_images(inner, rows, images)
+    return rows
 
 
 def _temperature(output: GenerationOutput, temperature: float | None) -> float:
@@ -152,21 +221,27 @@ def _temperature(output: GenerationOutput, temperature: float | None) -> float:
 def _row(output: GenerationOutput, vocab_size: int, temperature: float) -> PackedRow:
     """Return an output's tokens, checked.
 
-    On a GPU an id outside the vocabulary is an error that no later call recovers from.
+    On a GPU, an id outside the vocabulary is an error from which the process cannot recover.
     """
+    try:
+        prompt_ids = plain_token_ids(output.prompt_ids)
+        completion_ids = plain_token_ids(output.generated_tokens)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"{output.request_id} does not hold token ids ({error}); pass the outputs of a rollout."
+        ) from error
     row = PackedRow(
-        list(map(index, output.prompt_ids)),
-        list(map(index, output.generated_tokens)),
-        getattr(output, "routed_experts", None),
+        prompt_ids=prompt_ids,
+        completion_ids=completion_ids,
+        routes=getattr(output, "routed_experts", None),
         sampling_mask=getattr(output, "kept_token_ids", None),
         temperature=temperature,
     )
     if not row.prompt_ids:
         raise InvalidRequestError(
-            f"{output.request_id} has no prompt token to predict from; give each prompt one."
+            f"{output.request_id} has an empty prompt; give each prompt at least one token."
         )
-    ids = [*row.prompt_ids, *row.completion_ids]
-    for token in (min(ids), max(ids)):
+    for token in (min(row.token_ids), max(row.token_ids)):
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(
                 f"{output.request_id} holds token id {token}, outside the model's vocabulary of "
@@ -175,86 +250,155 @@ def _row(output: GenerationOutput, vocab_size: int, temperature: float) -> Packe
     return row
 
 
-def _scored_in_its_layout(
-    model: torch.nn.Module, inner: Any, rows: Sequence[PackedRow]
-) -> dict[int, torch.Tensor]:
-    """Return the log-probabilities of all rows, in the layout that agreed for this model."""
+def score_in_agreed_layout(
+    model: torch.nn.Module,
+    rows: Sequence[PackedRow],
+    score: Callable[[PackingLayout], T],
+    *,
+    may_fork: bool = True,
+    adapter: str | None = None,
+) -> T:
+    """Return what `score` returns for the layout that agreed with the model's plain forward.
+
+    The first rows of a kind are compared. Nothing else may run the model meanwhile.
+
+    Args:
+        model: a model, plain or wrapped.
+        rows: the rows to score, of which some are compared.
+        score: scores the rows in a layout.
+        may_fork: completions may continue from the recurrent states after their prompt.
+        adapter: the adapter that was activated by name; each adapter is compared separately.
+
+    Raises:
+        ConfigurationError: no layout agrees.
+    """
+    inner = hf_compat.unwrap(model)
     # A model that was cast, wrapped anew, or that got another layer, is compared again.
     wrapper = weakref.ref(hf_compat.trained_forward(model))
-    key = rows[0].images is not None, (forward_identity(inner), wrapper)
-    layouts, reason = _LAYOUTS.get(inner, {}), ""
-    if (layout := layouts.get(key)) is None:
-        layout, reason = _agreeing_layout(model, rows)
-    _LAYOUTS[inner] = {k: value for k, value in layouts.items() if k[1] == key[1]} | {key: layout}
+    compared_model = (forward_identity(inner), wrapper)
+    kind = RowKind(has_images=rows[0].images is not None, may_fork=may_fork, adapter=adapter)
+    agreed = _LAYOUTS.get(inner)
+    if agreed is None or agreed.model != compared_model:
+        agreed = AgreedLayouts(model=compared_model, layouts={})
+        _LAYOUTS[inner] = agreed
+    reason = ""
+    if kind not in agreed.layouts:
+        agreed.layouts[kind], reason = _agreeing_layout(model, rows, may_fork=may_fork)
+    layout = agreed.layouts[kind]
     try:
-        scored = _scored(model, rows, layout)
+        scored = score(layout)
     except ConfigurationError as error:
         if layout is PackingLayout.PADDED:
             raise
         # Longer rows than those that were compared may meet a window that attention is not told of.
         reason = str(error)
-        scored = _scored(model, rows, PackingLayout.PADDED)
+        scored = score(PackingLayout.PADDED)
     if reason and next(inner.parameters()).device.type == "cuda":
         warn_of_padding("packed_logprobs", reason, "padded")
     return scored
 
 
 def warn_of_padding(caller: str, reason: str, layout: str) -> None:
-    """Warn that prompts are not shared, and how rows lie instead; an equal warning shows once."""
-    text = f"{caller}: prompts cannot be shared ({reason}); rows are {layout} instead."
+    """Warn once that prompts are not shared, and which layout is used instead."""
+    text = (
+        f"{caller}: prompts cannot be shared ({reason}); rows are {layout} instead, which is "
+        "slower."
+    )
     warnings.warn(text, stacklevel=3)
 
 
 def loss_path(model: torch.nn.Module, rows: Sequence[PackedRow]) -> ExecutionPath:
-    """Return how the packed forward of such rows runs."""
+    """Return how the packed forward of rows of this kind runs."""
     try:
-        with _REPLACING:
+        with REPLACING:
             rows = with_rope_sides(hf_compat.unwrap(model), rows)
             layout, reason = _agreeing_layout(model, rows)
     except Exception as error:  # noqa: BLE001  a model may raise anything
         return ExecutionPath("packed loss", "not possible", error_text(error))
-    runs = f"{layout}, not {PackingLayout.SHARED_PREFIXES}" if reason else str(layout)
+    runs = str(layout)
+    if reason:
+        runs = f"{layout}, not {PackingLayout.SHARED_PREFIXES}"
     return ExecutionPath("packed loss", runs, reason)
 
 
 def _scored(
-    model: torch.nn.Module, rows: Sequence[PackedRow], layout: PackingLayout
+    model: torch.nn.Module,
+    rows: Sequence[PackedRow],
+    layout: PackingLayout,
+    adapter: str | None = None,
 ) -> dict[int, torch.Tensor]:
+    """Return the log-probabilities of each row with a completion, by its index."""
     inner = hf_compat.unwrap(model)
     names = multimodal.image_argument_names(inner)
     device = next(model.parameters()).device
     batches = pack(rows, range(len(rows)), layout, device, None, names)
-
-    def head(
-        own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
-    ) -> Scores:
-        with hf_compat.taking_hidden_states(inner) as taken:
-            own_forward(**arguments, **without_router_logits(inner), use_cache=False)
-        score = partial(_chunk, inner, own_forward, type(taken[0]))
-        hidden_1KH = taken[0].last_hidden_state
-        temperatures = [rows[number].temperature for number, _ in batch.scored]
-        temperatures_K = to_device(temperatures, device, torch.float32)
-        masks = ((rows[number].sampling_mask, t) for number, t in batch.scored)
-        kept = [mask and mask[t] for mask, t in masks]
-        chunks = zip(
-            hidden_1KH.split(CHUNK_TOKENS, dim=1),
-            batch.labels_K.split(CHUNK_TOKENS),
-            temperatures_K.split(CHUNK_TOKENS),
-            (kept[n : n + CHUNK_TOKENS] for n in range(0, len(kept), CHUNK_TOKENS)),
-            strict=True,
-        )
-        parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
-        return Scores(torch.cat(parts))
-
-    routers = None if all(row.routes is None for row in rows) else routers_of(inner)
+    routers = None
+    if any(row.routes is not None for row in rows):
+        routers = routers_of(inner)
     scores = score_batches(
-        model, batches, head, num_trained=len(batches), recompute=False, routers=routers
+        model,
+        batches,
+        partial(_score_by_own_head, inner, rows, adapter),
+        num_trained=len(batches),
+        recompute=False,
+        routers=routers,
     )
-    return {
-        number: values
-        for batch, own in zip(batches, scores, strict=True)
-        for number, values in zip(batch.rows, own.logprobs_K.split(batch.lengths), strict=True)
-    }
+    logprobs: dict[int, torch.Tensor] = {}
+    for batch, of_batch in zip(batches, scores, strict=True):
+        of_rows = of_batch.logprobs_K.split(batch.lengths)
+        logprobs.update(zip(batch.rows, of_rows, strict=True))
+    return logprobs
+
+
+def _score_by_own_head(
+    inner: Any,
+    rows: Sequence[PackedRow],
+    adapter: str | None,
+    own_forward: Callable[..., Any],
+    batch: PackedBatch,
+    arguments: dict[str, Any],
+) -> Scores:
+    """Score a batch with the model's own head, one chunk of tokens at a time.
+
+    Args:
+        inner: the transformers model.
+        rows: all rows.
+        adapter: the adapter that was activated by name; None: there is none.
+        own_forward: the model's forward.
+        batch: some of the rows.
+        arguments: of a forward of the batch.
+    """
+    with hf_compat.taking_hidden_states(inner) as taken:
+        own_forward(**arguments, **without_router_logits(inner), use_cache=False)
+    output = taken[0]
+    temperatures: list[float] = []
+    kept: list[Any] = []
+    for number, t in batch.scored:
+        row = rows[number]
+        temperatures.append(row.temperature)
+        kept_ids = None
+        if row.sampling_mask is not None:
+            kept_ids = row.sampling_mask[t]
+        kept.append(kept_ids)
+    temperatures_K = to_device(temperatures, batch.labels_K.device, torch.float32)
+    score_chunk: Callable[..., torch.Tensor] = partial(_chunk, inner, own_forward, type(output))
+    if adapter is not None:
+        # The backward pass computes it again, when another adapter may be active.
+        score_chunk = with_active_adapter(inner, adapter)(score_chunk)
+    logprobs: list[torch.Tensor] = []
+    for start in range(0, len(kept), CHUNK_TOKENS):
+        chunk = slice(start, start + CHUNK_TOKENS)
+        logprobs.append(
+            checkpoint(
+                score_chunk,
+                output.last_hidden_state[:, chunk],
+                batch.labels_K[chunk],
+                temperatures_K[chunk],
+                kept[chunk],
+                use_reentrant=False,
+            )
+        )
+    return Scores(torch.cat(logprobs))
 
 
 def _chunk(
@@ -266,80 +410,148 @@ def _chunk(
     temperatures_K: torch.Tensor,
     kept: Sequence[Any],
 ) -> torch.Tensor:
-    """Return the log-probabilities of labels by the model's own head on these hidden states.
+    """Return the log-probabilities of labels, (K,), computed by the model's own head.
 
-    `kept`: the ids that each label was sampled from; None: the whole vocabulary.
+    Args:
+        inner: the transformers model.
+        own_forward: its forward.
+        output_type: class of its backbone's outputs.
+        hidden_1KH: hidden states that predict the labels.
+        labels_K: tokens to score.
+        temperatures_K: divide the logits.
+        kept: ids that each label was sampled from; None: the whole vocabulary.
     """
-    with _REPLACING, hf_compat.giving_hidden_states(inner, output_type, hidden_1KH):
-        settings = {"use_cache": False, **without_router_logits(inner)}
-        logits_KV = own_forward(input_ids=labels_K[None], **settings).logits[0]
-    logits_KV = logits_KV.float() / temperatures_K[:, None]
+    logits_KV = head_logits(inner, own_forward, output_type, hidden_1KH, labels_K)
+    logits_KV = logits_KV / temperatures_K[:, None]
     logprobs_K = chosen_logprobs(logits_KV, labels_K)
-    masks = {k: ids for k, ids in enumerate(kept) if ids is not None}
-    if not masks:
+    masked: list[int] = []
+    kept_ids: list[Any] = []
+    for k, ids in enumerate(kept):
+        if ids is not None:
+            masked.append(k)
+            kept_ids.append(ids)
+    if not masked:
         return logprobs_K
-    masked_M = to_device([*masks], labels_K.device)
-    own_M, _ = masked_logprobs(logits_KV[masked_M], labels_K[masked_M], [*masks.values()], 1.0)
-    return logprobs_K.index_copy(0, masked_M, own_M)
+    masked_M = to_device(masked, labels_K.device)
+    logprobs_M, _ = masked_logprobs(logits_KV[masked_M], labels_K[masked_M], kept_ids, 1.0)
+    return logprobs_K.index_copy(0, masked_M, logprobs_M)
+
+
+def head_logits(
+    inner: Any,
+    own_forward: Callable[..., Any],
+    output_type: type[Any],
+    hidden_1KH: torch.Tensor,
+    labels_K: torch.Tensor,
+) -> torch.Tensor:
+    """Return float32 logits, (K, V), computed from hidden states by the model's own head.
+
+    Args:
+        inner: the transformers model.
+        own_forward: its forward.
+        output_type: class of its backbone's outputs.
+        hidden_1KH: hidden states.
+        labels_K: as many token ids, for a forward that asks for the shape of its input.
+    """
+    with REPLACING, hf_compat.giving_hidden_states(inner, output_type, hidden_1KH):
+        settings = without_router_logits(inner)
+        output = own_forward(input_ids=labels_K[None], use_cache=False, **settings)
+        return output.logits[0].float()
 
 
 def _agreeing_layout(
-    model: torch.nn.Module, rows: Sequence[PackedRow]
+    model: torch.nn.Module, rows: Sequence[PackedRow], *, may_fork: bool = True
 ) -> tuple[PackingLayout, str]:
-    """Return the first layout that agrees with the plain forward, and why the one before does not.
+    """Return the first layout that agrees with the plain forward, and why the previous one did not.
 
-    Both forwards go through the model's wrappers, which may compute something themselves. At
-    temperature 1, over the vocabulary: a lower temperature multiplies the rounding.
+    Both forwards go through the model's wrappers, which may compute something themselves. They are
+    compared at temperature 1 over the whole vocabulary, because a lower temperature magnifies
+    rounding.
     """
     outermost = hf_compat.trained_forward(model)
     inner = hf_compat.unwrap(model)
-    plain = {"temperature": 1.0, "sampling_mask": None}
-    rows = [row._replace(**plain) for row in representative(rows)[1]]
-    num_tokens = sum(row.num_tokens for row in rows)
-    runner, dtype = ModelRunner(inner, None), _forward_dtype(inner)
+    _, chosen = representative(rows)
+    compared: list[PackedRow] = []
+    for row in chosen:
+        plain_row = row._replace(temperature=1.0, sampling_mask=None, labels=None)
+        compared.append(plain_row)
     reason = ""
-
-    def scores_of(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
-        return list(_scored(outermost, rows, layout).values())
-
     with torch.no_grad(), eval_mode(outermost), with_moved_adapters(inner):
-        expected = references(
+        comparison = _Comparison(outermost, inner, compared)
+        first = first_layout(packing_obstacle(inner))
+        if first is PackingLayout.FORKED_STATES and not may_fork:
+            first = PackingLayout.PADDED
+        for layout in (first, PackingLayout.PADDED):
+            difference = comparison.difference(layout)
+            if difference is None:
+                return layout, reason
+            reason = difference
+    raise ConfigurationError(
+        f"{type(outermost).__name__} computes different log-probabilities for packed sequences "
+        f"than for single ones ({reason}); {_remedy(inner)}call its own forward on each output."
+    )
+
+
+class _Comparison:
+    """Compares layouts with the plain forward of the same rows, one row at a time."""
+
+    def __init__(self, outermost: torch.nn.Module, inner: Any, rows: Sequence[PackedRow]) -> None:
+        """Compute the plain forward.
+
+        Args:
+            outermost: the module that the trainer calls.
+            inner: the transformers model in it.
+            rows: the rows to compare, each with a completion.
+        """
+        self._outermost = outermost
+        self._inner = inner
+        self._rows = rows
+        self._dtype = _forward_dtype(inner)
+        runner = ModelRunner(inner, None)
+        num_tokens = sum(row.num_tokens for row in rows)
+        self._expected = references(
             lambda: _plain_rows(runner, rows, outermost),
-            dtype,
-            is_coarse=dtype.itemsize < torch.float32.itemsize,
+            self._dtype,
+            is_coarse=self._dtype.itemsize < torch.float32.itemsize,
             is_measured=is_measurable(inner, num_tokens),
         )
-        for layout in (first_layout(packing_obstacle(inner)), PackingLayout.PADDED):
 
-            def packed(layout: PackingLayout = layout) -> list[torch.Tensor]:
-                scored = _scored(outermost, rows, layout)
-                return [scored[number] for number in range(len(rows))]
+    def difference(self, layout: PackingLayout) -> str | None:
+        """Return how a layout differs from the plain forward, or why it fails; None: it agrees."""
+        try:
+            return self._difference(layout)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model may raise anything
+            return str(error)
 
-            try:
-                agreements = (ref.compare(packed, higher_precision) for ref in expected)
-                failed = next((agreement for agreement in agreements if not agreement), None)
-                if failed is None and layout is PackingLayout.FORKED_STATES:
-                    failed = differing_gradients(inner, rows, scores_of, dtype)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - any error is the reason
-                failed = error
-            if failed is None:
-                return layout, reason
-            reason = str(failed)
-    raise ConfigurationError(
-        f"{type(outermost).__name__} computes other log-probabilities packed than alone ({reason}"
-        f"); {_remedy(inner)}call its own forward on each output."
-    )
+    def _difference(self, layout: PackingLayout) -> str | None:
+        def packed() -> list[torch.Tensor]:
+            by_number = _scored(self._outermost, self._rows, layout)
+            # Each row has a completion.
+            return [by_number[number] for number in range(len(self._rows))]
+
+        for reference in self._expected:
+            agreement = reference.compare(packed, higher_precision)
+            if not agreement:
+                return str(agreement)
+        if layout is PackingLayout.FORKED_STATES:
+            return differing_gradients(self._inner, self._rows, self._scores_of, self._dtype)
+        return None
+
+    def _scores_of(self, rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
+        return list(_scored(self._outermost, rows, layout).values())
 
 
 def first_layout(obstacle: str) -> PackingLayout:
     """Return the layout to try before `PADDED`; `obstacle`: why rows would mix, "" if not."""
-    return PackingLayout.FORKED_STATES if obstacle else PackingLayout.SHARED_PREFIXES
+    if obstacle:
+        return PackingLayout.FORKED_STATES
+    return PackingLayout.SHARED_PREFIXES
 
 
 def packing_obstacle(inner: Any) -> str:
-    """Return why rows may not stand end to end in one row of the model's input; "": they may."""
+    """Return why rows cannot be concatenated into one row of the model's input; "": they can."""
     try:
         return ModelRunner(inner, None).probe().packing_obstacle
     except torch.OutOfMemoryError:
@@ -349,20 +561,23 @@ def packing_obstacle(inner: Any) -> str:
 
 
 def routers_of(inner: Any) -> Routers:
-    """Return the routers of an unwrapped model, found once."""
+    """Return the routers of an unwrapped model; the result is cached."""
     if inner not in _ROUTERS:
+
+        def logits(ids: torch.Tensor) -> torch.Tensor:
+            return inner(input_ids=ids, use_cache=False).logits
+
         with torch.no_grad(), eval_mode(inner):
-            _ROUTERS[inner] = find_routers(
-                inner, lambda ids: inner(input_ids=ids, use_cache=False).logits
-            )
+            _ROUTERS[inner] = find_routers(inner, logits)
     return _ROUTERS[inner]
 
 
 def _remedy(inner: Any) -> str:
-    """Return the setting of bitsandbytes under which a row does not depend on its batch."""
+    """Return the bitsandbytes setting that makes a row independent of its batch."""
     quantization = getattr(inner.config, "quantization_config", None)
+    is_8bit = getattr(quantization, "load_in_8bit", False)
     threshold = getattr(quantization, "llm_int8_threshold", 0)
-    if not (getattr(quantization, "load_in_8bit", False) and threshold > 0):
+    if not is_8bit or threshold <= 0:
         return ""
     return (
         f"with llm_int8_threshold={threshold} its 8-bit layers make a row depend on its batch: "
@@ -371,10 +586,12 @@ def _remedy(inner: Any) -> str:
 
 
 def _forward_dtype(inner: Any) -> torch.dtype:
-    """Return the dtype to whose rounding a forward is held: 16 bits under autocast."""
+    """Return the dtype whose rounding a forward may show: 16 bits under autocast."""
     device_type = next(inner.parameters()).device.type
-    is_autocast = torch.is_autocast_enabled(device_type) or has_autocast(inner)
-    return compute_dtype(inner, "bf16" if is_autocast else "no")
+    mixed_precision = "no"
+    if torch.is_autocast_enabled(device_type) or has_autocast(inner):
+        mixed_precision = "bf16"
+    return compute_dtype(inner, mixed_precision)
 
 
 def _plain_rows(
@@ -387,19 +604,22 @@ def _plain_rows(
     except Exception as error:
         raise ConfigurationError(
             f"{type(runner.model).__name__} cannot run on token ids alone ({error_text(error)}); "
-            "call its own forward with what it needs, or train an adapter that needs no other "
-            "input, as LoRA."
+            "call its own forward with the inputs that it needs, or train an adapter that needs no "
+            "other input, such as LoRA."
         ) from error
 
 
 def _plain(runner: ModelRunner, row: PackedRow, outermost: torch.nn.Module) -> torch.Tensor:
-    inner, replaying = runner.model, nullcontext()
+    """Return the log-probabilities of a row's completion by a plain forward."""
+    inner = runner.model
+    replaying = nullcontext()
     routes_NLK = joined_routes([(row.routes, 0, row.num_tokens)], runner.device)
     if routes_NLK is not None:
         replaying = routers_of(inner).replaying(inner, routes_NLK)
-    images = None if row.images is None else row.images.images
+    images = None
+    if row.images is not None:
+        images = row.images.images
     with replaying:
-        token_ids = [*row.prompt_ids, *row.completion_ids]
-        logits_NV = runner.plain_logits(token_ids, outermost, images=images)
+        logits_NV = runner.plain_logits(row.token_ids, outermost, images=images)
     logits_TV = logits_NV[len(row.prompt_ids) - 1 : -1]
     return chosen_logprobs(logits_TV, to_device(row.completion_ids, runner.device))

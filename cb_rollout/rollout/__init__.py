@@ -1,5 +1,5 @@
 """Generate rollouts from a model in training: `RolloutGenerator` and `generate_batch`.
 
-Owns prompts, checkpoints, trajectories, verification and failures across processes. Called by
-training code, the strategies, the server and the tools.
+Owns prompts, checkpoints, trajectories, verification, the recording of steps, and failures across
+processes. Called by training code, the strategies, the server and the tools.
 """

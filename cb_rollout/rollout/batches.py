@@ -1,7 +1,7 @@
-"""Resolve the arguments of `generate_batch`, and check what a batch delivered.
+"""Resolve the arguments of `generate_batch`, and check the outputs of a batch.
 
-Owns the exchange of batches between processes that share a copy of the model. Called by whatever
-samples batches: a generator, or a pool of them.
+Owns the exchange of batches between processes that share a copy of the model. Called by a generator
+or a pool.
 """
 
 import warnings
@@ -12,11 +12,24 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from cb_rollout.config.hf import from_generation_config
-from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import (
+    SamplingParams,
+    equal_group_warning,
+    resolved,
+    sequences_per_input,
+)
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.lockstep import EngineGroup
 from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, InvalidRequestError
-from cb_rollout.rollout.prompts import Encoded, Prompt, encoded_or_refused, one_per_input
+from cb_rollout.rollout.prompts import (
+    Encoded,
+    Padding,
+    Prompt,
+    encoded_or_refused,
+    one_per_input,
+    refuse_padding,
+)
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 T = TypeVar("T")
@@ -33,7 +46,7 @@ class BatchArguments:
     """Sequences of each prompt."""
     records_timestamps: bool = False
     keeps_refused: bool = False
-    """Deliver refused prompts as failed sequences, where otherwise the call raises."""
+    """True: deliver refused prompts as failed sequences; False: the call raises."""
 
 
 def batch_arguments(
@@ -42,6 +55,8 @@ def batch_arguments(
     *,
     tokenizer: Any,
     defaults: SamplingParams,
+    engine: RolloutConfig,
+    padding: Padding | None = None,
     own_generation_config: Any = None,
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     num_return_sequences: int | None,
@@ -51,80 +66,110 @@ def batch_arguments(
 ) -> BatchArguments:
     """Return the prompts of a `RolloutGenerator.generate_batch` call with their parameters.
 
-    `defaults` fill what the call leaves out; `own_generation_config` is the generator's. Warns, two
-    frames up, of groups whose sequences would be equal. Raises `ConfigurationError` for `on_error`,
-    `InvalidRequestError` for `inputs` or a number.
+    Warns, two frames up, of groups whose sequences would be equal.
+
+    Args:
+        inputs: the call's prompts.
+        generation_config: the call's; None: the generator's settings hold.
+        tokenizer: encodes prompts that are text or chats.
+        defaults: fill what the call leaves out.
+        engine: settings of the generator's engine.
+        padding: the tokenizer's padding; prompts must not begin or end with it. None: it has none.
+        own_generation_config: the generator's.
+        sampling_params: the call's, for all inputs or one for each.
+        num_return_sequences: sequences of each input; None: as a generation config says.
+        max_new_tokens: the call's, for all inputs or one for each, in tokens.
+        record_timestamps: record when each token was sampled.
+        on_error: "raise", or "return" to deliver refused prompts as failed sequences.
+
+    Raises:
+        ConfigurationError: for `on_error`, or a generation config that asks for another engine.
+        InvalidRequestError: for `inputs` or a number.
     """
     if on_error not in ("raise", "return"):
         raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")
-    count = num_return_sequences
-    if count is None:
-        chosen = generation_config or own_generation_config
-        count = getattr(chosen, "num_return_sequences", None)
-    count = 1 if count is None else count
-    if not isinstance(count, int) or count < 1:
-        raise InvalidRequestError(f"num_return_sequences={count!r} is not a whole number >= 1.")
+    if num_return_sequences is None:
+        config_in_use = generation_config or own_generation_config
+        num_return_sequences = getattr(config_in_use, "num_return_sequences", None)
+    count = sequences_per_input(num_return_sequences)
+    refuse_padding(inputs, padding)
     prompts = encoded_or_refused(inputs, tokenizer)
     if generation_config is not None:
-        defaults = from_generation_config(generation_config)
-    many_params = one_per_input("sampling_params", sampling_params, len(prompts))
-    many_lengths = one_per_input("max_new_tokens", max_new_tokens, len(prompts))
-    params = [
-        resolved(params, defaults, length)
-        for params, length in zip(many_params, many_lengths, strict=True)
-    ]
-    if warning := next(filter(None, (equal_group_warning(p, count) for p in params)), None):
-        warnings.warn(warning, stacklevel=3)
-    return BatchArguments(prompts, params, count, record_timestamps, on_error == "return")
+        defaults = from_generation_config(generation_config, engine)
+    params_of_inputs = one_per_input("sampling_params", sampling_params, len(prompts))
+    limits_of_inputs = one_per_input("max_new_tokens", max_new_tokens, len(prompts))
+    params: list[SamplingParams] = []
+    for params_of_input, limit in zip(params_of_inputs, limits_of_inputs, strict=True):
+        params.append(resolved(params_of_input, defaults, limit))
+    for params_of_input in params:
+        warning = equal_group_warning(params_of_input, count)
+        if warning:
+            warnings.warn(warning, stacklevel=3)
+            break
+    return BatchArguments(
+        prompts=prompts,
+        params=params,
+        count=count,
+        records_timestamps=record_timestamps,
+        keeps_refused=on_error == "return",
+    )
 
 
 def create_requests(
     manager: Any, batches: Sequence[BatchArguments | None], group: EngineGroup | None
 ) -> list[list[Request]]:
-    """Create the requests of each rank's batch, or of its absence, at a manager or a pool's."""
+    """Create the requests of each rank's batch, if it has one, at a manager."""
     created: list[list[Request]] = [[] for _ in batches]
     for rank, batch in enumerate(batches):
-        if batch is not None:
-            with tag_rank(group, rank):
-                created[rank] = manager.create_requests(
-                    batch.prompts,
-                    batch.params,
-                    members=range(batch.count),
-                    records_timestamps=batch.records_timestamps,
-                    keeps_refused=batch.keeps_refused,
-                )
+        if batch is None:
+            continue
+        with tag_rank(group, rank):
+            created[rank] = manager.create_requests(
+                batch.prompts,
+                batch.params,
+                members=range(batch.count),
+                records_timestamps=batch.records_timestamps,
+                keeps_refused=batch.keeps_refused,
+            )
     return created
 
 
 def unfinished(created: Iterable[list[Request]]) -> list[Request]:
-    """Return the requests that have not ended; before any runs, those that were not refused."""
-    return [request for request in chain(*created) if not request.status.is_final]
+    """Return the unfinished requests; before a run, the requests that were not refused."""
+    requests = chain.from_iterable(created)
+    return [request for request in requests if not request.status.is_final]
 
 
 def outputs_of(
     requests: Iterable[Request], finished: Mapping[str, GenerationOutput]
 ) -> dict[str, GenerationOutput]:
-    """Return outputs by request id; of a refused request its own."""
-    return {r.request_id: finished.get(r.request_id) or r.output() for r in requests}
+    """Return the output of each request by its id, including refused requests."""
+    outputs: dict[str, GenerationOutput] = {}
+    for request in requests:
+        request_id = request.request_id
+        outputs[request_id] = finished.get(request_id) or request.output()
+    return outputs
 
 
 def require_finished(
     outputs: Mapping[str, GenerationOutput], cause: BaseException | None = None
 ) -> None:
     """Raise `IncompleteRolloutError`, with its `cause`, unless every sequence finished."""
-    failed = [o for o in outputs.values() if o.status is not RequestStatus.FINISHED]
-    if failed:
-        raise IncompleteRolloutError(
-            f"{len(failed)} of {len(outputs)} sequences could not be produced. The first, "
-            f"{failed[0].request_id}: {failed[0].error or failed[0].status.value} "
-            "(on_error='return' delivers the rest without raising.)",
-            outputs,
-        ) from cause
+    failed = [output for output in outputs.values() if output.status is not RequestStatus.FINISHED]
+    if not failed:
+        return
+    first = failed[0]
+    raise IncompleteRolloutError(
+        f"{len(failed)} of {len(outputs)} sequences could not be produced. The first, "
+        f"{first.request_id}: {first.error or first.status.value} "
+        "(on_error='return' delivers the rest without raising.)",
+        outputs,
+    ) from cause
 
 
 @contextmanager
 def broadcast_refusal(group: EngineGroup | None) -> Iterator[None]:
-    """Send a refusal of the block to the group, where `gathered` raises it on every rank."""
+    """Send an error of the block to the group, so that `gathered` raises it on every rank."""
     try:
         yield
     except InvalidRequestError as error:
@@ -134,7 +179,7 @@ def broadcast_refusal(group: EngineGroup | None) -> Iterator[None]:
 
 
 def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
-    """Return the values of a group's ranks, and this rank; raise the refusal of any rank."""
+    """Return the values of a group's ranks, and this rank; raise an error sent by any rank."""
     if group is None:
         return [value], 0
     values = group.gather(value)
@@ -147,7 +192,7 @@ def gathered(group: EngineGroup | None, value: T) -> tuple[list[T], int]:
 
 @contextmanager
 def tag_rank(group: EngineGroup | None, rank: int) -> Iterator[None]:
-    """Name the rank whose prompts the block refuses, unless they are this one's."""
+    """Name the rank whose prompts are refused in the block, unless it is this one."""
     try:
         yield
     except InvalidRequestError as error:

@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def require_dtype(dtype: str) -> None:
-    """Raise `ConfigurationError` for another dtype than `DTYPES`."""
+    """Raise `ConfigurationError` for a dtype that is not in `DTYPES`."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype={dtype!r} is not one of {', '.join(DTYPES)}.")
 
@@ -44,10 +44,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a checkpoint's causal language model, with any vision tower, in evaluation mode.
 
-    `name` is a local directory or on the hub, `dtype` one of `DTYPES`. A `tensor_parallel_size`
-    above 1 splits the layers over so many processes, all of which call this. Raises
-    `ConfigurationError` if the device or checkpoint does not exist, or the model cannot be read or
-    split, lacks weights or memory.
+    `name` is a local directory or a name on the hub, `dtype` one of `DTYPES`. A
+    `tensor_parallel_size` above 1 splits the layers over that many processes, which must all call
+    this. Raises `ConfigurationError` if the device or checkpoint does not exist, or the model
+    cannot be read or split, lacks weights or memory.
     """
     require_dtype(dtype)
     target = torch_device(device)
@@ -61,13 +61,13 @@ def load_model(
     model, report = loaded
     if any(made.endswith(MASKED_SUFFIX) for made in model.config.architectures or ()):
         raise ConfigurationError(
-            f"{name!r} is a {model.config.architectures[0]}, which reads both ways; pass a causal "
-            "language model."
+            f"{name!r} is a {model.config.architectures[0]}, which attends in both directions; "
+            "pass a causal language model."
         )
     if missing := sorted(report["missing_keys"]):
         raise ConfigurationError(
-            f"{name!r} lacks {len(missing)} of the model's weights, which would be random: "
-            f"{abbreviated(missing)}; save the checkpoint from a {type(model).__name__}."
+            f"{name!r} lacks {len(missing)} of the model's weights, which would be initialized at "
+            f"random: {abbreviated(missing)}; save the checkpoint from a {type(model).__name__}."
         )
     try:
         return model.eval().to(target)
@@ -83,10 +83,10 @@ def _model_class(config: Any) -> Any:
 
 
 def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
-    """Create the model of a checkpoint's config alone, in bfloat16 and `without_values`.
+    """Create a model from a checkpoint's config, in bfloat16 and `without_values`.
 
-    Returns it, and the dtype that the checkpoint was saved in. `ConfigurationError`: there is no
-    config of such a model.
+    Returns the model, and the dtype of the checkpoint. Raises `ConfigurationError` if there is no
+    config of a causal language model.
     """
     with _loading("causal language model", name, "pass the directory of its config.json"):
         config = AutoConfig.from_pretrained(name)
@@ -99,7 +99,8 @@ def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
 def load_tokenizer(name: str) -> Any:
     """Load a checkpoint's tokenizer, or raise `ConfigurationError`.
 
-    Of a model that reads images, load the processor; without it, log why, and take text alone.
+    For a model that reads images, load the processor. If that fails, log the reason and support
+    text only.
     """
     try:
         reads = reads_images(AutoConfig.from_pretrained(name))
@@ -118,13 +119,13 @@ def load_tokenizer(name: str) -> Any:
 
 
 def load_processor(name: str) -> Any:
-    """Load a checkpoint's processor of images, or raise `ConfigurationError`."""
+    """Load a checkpoint's image processor, or raise `ConfigurationError`."""
     advice = "save one there with processor.save_pretrained, or install what it needs"
     with _loading("processor of images", name, advice):
         processor = AutoProcessor.from_pretrained(name)
     if not is_processor(processor):
         raise ConfigurationError(
-            f"{name!r} holds no processor of images; save one there with processor.save_pretrained."
+            f"{name!r} holds no image processor; save one there with processor.save_pretrained."
         )
     _require_vocabulary(name, text_tokenizer(processor))
     return processor
@@ -134,13 +135,13 @@ def _require_vocabulary(name: str, tokenizer: Any) -> None:
     # If its files are missing, transformers 5.23 returns a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigurationError(
-            f"{name!r} holds no tokenizer's vocabulary; save one there with "
+            f"{name!r} holds no tokenizer vocabulary; save one there with "
             "tokenizer.save_pretrained."
         )
 
 
 def torch_device(device: str) -> torch.device:
-    """Return a device that takes memory, or raise `ConfigurationError`; "auto": prefer a GPU."""
+    """Return a usable device, or raise `ConfigurationError`; "auto": prefer a GPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

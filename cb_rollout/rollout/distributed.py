@@ -112,16 +112,33 @@ def create_group_watch(group: EngineGroup) -> FailureWatch:
 
 
 def largest_of_all(accelerator: Any, here: float) -> float:
-    """Return the largest value of all processes, which must act alike; all of them call this."""
+    """Return the largest value of all processes, so that they act alike; all call this."""
     value = torch.tensor([here], dtype=torch.float32, device=accelerator.device)
     return float(accelerator.gather(value).max())
 
 
-def deal(accelerator: Any, items: list[T], num_wanted: int) -> tuple[list[T], int]:
-    """Move items from processes that hold more than they want to others; all of them call this.
+def of_all_processes(value: T) -> list[T]:
+    """Return the value of every process by rank, pickled in transit; all call this.
 
-    Items are tensors and what can be pickled. Returns this process's items, at most `num_wanted`,
-    and how many all processes together lack.
+    Without a process group, returns only this process's value.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def rank_of_all() -> int:
+    """Return the place of this process in `of_all_processes`."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def deal(accelerator: Any, items: list[T], num_wanted: int) -> tuple[list[T], int]:
+    """Move surplus items to processes that have too few; all call this.
+
+    Items are tensors and picklable objects. Returns this process's items, at most `num_wanted`, and
+    how many all processes together lack.
     """
     counts = gather_object([len(items)])
     num_lacking = [max(0, num_wanted - count) for count in counts]

@@ -21,13 +21,22 @@ class ProgressBar(tqdm):
         self, manager: Any, requests: list[Request], finished: dict[str, Any], is_shown: bool | None
     ) -> None:
         """Draw if `is_shown`; None: in a terminal or a notebook, and erase it at the end."""
-        self._manager, self._requests, self._finished = manager, requests, finished
+        self._manager = manager
+        self._requests = requests
+        self._finished = finished
         self._tokens_before = manager.counters.tokens_generated
-        is_disabled = not (_is_watched() if is_shown is None else is_shown)
-        # With miniters above 1 tqdm would draw in a thread of its own.
-        style = {"desc": "rollout", "unit": "seq", "miniters": 1, "dynamic_ncols": True}
-        file, leave = _Stderr(sys.stderr), bool(is_shown)
-        super().__init__(total=len(requests), file=file, leave=leave, disable=is_disabled, **style)
+        is_drawn = _is_watched() if is_shown is None else is_shown
+        super().__init__(
+            desc="rollout",
+            unit="seq",
+            total=len(requests),
+            file=_Stderr(sys.stderr),
+            leave=bool(is_shown),
+            disable=not is_drawn,
+            dynamic_ncols=True,
+            # Above 1 tqdm would draw in another thread.
+            miniters=1,
+        )
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -42,7 +51,7 @@ class ProgressBar(tqdm):
 
 
 class _Stderr(ObjectWrapper):
-    """Standard error without the exceptions of writing: tqdm 4.70 raises with its lock held."""
+    """Standard error whose writes never raise: tqdm 4.70 would raise with its lock held."""
 
     def write(self, text: str) -> None:
         with suppress(AttributeError, OSError, ValueError):
@@ -55,7 +64,9 @@ class _Stderr(ObjectWrapper):
 
 def _is_watched() -> bool:
     """Return whether stderr goes to a terminal or to a notebook; False: it is closed or missing."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     with suppress(AttributeError, ValueError):
-        return bool(shell and shell()) or sys.stderr.isatty()
+        if get_ipython is not None and get_ipython():
+            return True
+        return sys.stderr.isatty()
     return False

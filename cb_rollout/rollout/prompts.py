@@ -5,7 +5,7 @@ Owns the check of each prompt's type, with an error that names the right one. Ca
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 from cb_rollout.compat.multimodal import is_processor
 from cb_rollout.engine.images import processor
@@ -23,14 +23,21 @@ def require_tokenizer(tokenizer: Any) -> None:
     """Raise `ConfigurationError` unless `tokenizer` is None or callable."""
     if tokenizer is not None and not callable(tokenizer):
         raise ConfigurationError(
-            f"tokenizer is a {type(tokenizer).__name__}; pass the tokenizer itself, as "
-            "AutoTokenizer.from_pretrained(name) or AutoProcessor.from_pretrained(name) makes it."
+            f"tokenizer is a {type(tokenizer).__name__}; pass the object that "
+            "AutoTokenizer.from_pretrained(name) or AutoProcessor.from_pretrained(name) returns."
         )
 
 
-def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
-    """Return every prompt as an engine takes it, or raise the first `InvalidRequestError`."""
-    results: list[Any] = encoded_or_refused(prompts, tokenizer)
+def encoded(
+    prompts: Iterable[Prompt], tokenizer: Any, *, add_generation_prompt: bool = True
+) -> list[Encoded]:
+    """Return every prompt as engine input, or raise the first `InvalidRequestError`.
+
+    `add_generation_prompt`: end chats with the template's start of an answer.
+    """
+    results: list[Any] = encoded_or_refused(
+        prompts, tokenizer, add_generation_prompt=add_generation_prompt
+    )
     for result in results:
         if isinstance(result, InvalidRequestError):
             raise result
@@ -38,18 +45,19 @@ def encoded(prompts: Iterable[Prompt], tokenizer: Any) -> list[Encoded]:
 
 
 def encoded_or_refused(
-    prompts: Iterable[Prompt], tokenizer: Any
+    prompts: Iterable[Prompt], tokenizer: Any, *, add_generation_prompt: bool = True
 ) -> list[Encoded | InvalidRequestError]:
-    """Return every prompt as an engine takes it, or the error that says why it is refused.
+    """Return every prompt as engine input, or the error that refuses it.
 
     Texts and chats need a tokenizer; image parts and `{"prompt": ..., "images": [...]}` a
-    processor, and a PIL image, a path or an array each. A prompt that is the same object as the one
-    before it is encoded once. Raises `InvalidRequestError` if `prompts` is no list of prompts.
+    processor, and a PIL image, a path or an array each. If neighbouring prompts are the same
+    object, they are encoded once. `add_generation_prompt` ends chats with the template's start of
+    an answer. Raises `InvalidRequestError` if `prompts` is no list of prompts.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
-            f"inputs is a {type(prompts).__name__}; pass a list of prompts, as [text] or "
-            "tokenizer(texts)['input_ids']."
+            f"inputs is a {type(prompts).__name__}; pass a list of prompts, such as [text], or "
+            "tokenizer(texts)['input_ids'] without padding."
         )
     results: list[Encoded | InvalidRequestError] = []
     previous = None
@@ -59,15 +67,105 @@ def encoded_or_refused(
             continue
         previous = prompt
         try:
-            results.append(_encoded(prompt, index, tokenizer))
+            results.append(_encoded(prompt, index, tokenizer, add_generation_prompt))
         except InvalidRequestError as error:
             results.append(error)
     return results
 
 
-def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
+class Padding(NamedTuple):
+    """The token that a tokenizer pads with."""
+
+    token_id: int
+    is_text: bool
+    """True if prompts may hold it as text: it also begins or ends a sequence."""
+
+
+class SpecialTokens(NamedTuple):
+    """Special token ids of a config; None: the config does not name the token."""
+
+    pad_token_id: int | None
+    bos_token_id: Any
+    eos_token_id: Any
+    """One id, or several."""
+
+
+def special_tokens_of(config: Any) -> SpecialTokens:
+    """Return the special tokens of a config, apart from it."""
+    return SpecialTokens(*(getattr(config, name, None) for name in SpecialTokens._fields))
+
+
+def padding_of(*holders: Any) -> Padding | None:
+    """Return the padding from the first config or tokenizer that names it; None: none does."""
+    named = [getattr(holder, "pad_token_id", None) for holder in holders]
+    padding_id = next((value for value in named if isinstance(value, int)), None)
+    if padding_id is None:
+        return None
+    is_text = False
+    for holder in holders:
+        for name in ("bos_token_id", "eos_token_id"):
+            ids = getattr(holder, name, None)
+            several = ids if isinstance(ids, list | tuple) else [ids]
+            is_text = is_text or padding_id in several
+    return Padding(padding_id, is_text)
+
+
+def refuse_padding(prompts: Any, padding: Padding | None) -> None:
+    """Raise `InvalidRequestError` for rows of token ids that were padded to one length.
+
+    Padding shows in rows of equal length, from a matrix or a list of lists: some rows begin or end
+    with padding tokens and others do not, or all do with two. In a list a single token at a border
+    may be text, where fewer than half of the rows have it, or where padding is also a token of
+    text; all its rows may begin with the latter. None: nothing names a padding.
+    """
+    is_matrix = getattr(prompts, "ndim", 0) == 2
+    rows = _rows_of_one_length(prompts)
+    if padding is None or not rows:
+        return
+    kind = "matrix" if is_matrix else "list"
+    shape = (len(rows), len(rows[0]))
+    for border, step in (("begin", 1), ("end", -1)):
+        runs = [_run(row[::step], padding.token_id) for row in rows]
+        num_padded = sum(run > 0 for run in runs)
+        # A list of made-up ids has the id of padding at the border of some rows by chance.
+        is_rare = num_padded < len(rows) / 2
+        may_be_text = not is_matrix and (padding.is_text or is_rare)
+        least = 2 if may_be_text else 1
+        is_mixed = 0 < num_padded < len(rows) and max(runs) >= least
+        is_padded_to_a_length = not padding.is_text and min(runs) >= 2
+        if is_mixed or is_padded_to_a_length:
+            raise InvalidRequestError(
+                f"inputs is a {kind} of shape {shape}, and {num_padded} of its rows {border} with "
+                f"{padding.token_id}, the padding token, which the model would read as text; pass "
+                "tokenizer(texts)['input_ids'], made without padding= and return_tensors=."
+            )
+
+
+def _rows_of_one_length(prompts: Any) -> list[Any]:
+    """Return the rows of a matrix, or of a list of token-id sequences; empty: there are none."""
+    if getattr(prompts, "ndim", 0) == 2:
+        return prompts.tolist()
+    if not isinstance(prompts, list | tuple):
+        return []
+    rows = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+    if not all(isinstance(row, list | tuple) and row for row in rows):
+        return []
+    return rows if len(set(map(len, rows))) == 1 else []
+
+
+def _run(row: Sequence[Any], token_id: int) -> int:
+    """Return how many times a row begins with a token, if another token follows."""
+    for place, token in enumerate(row):
+        if token != token_id:
+            return place
+    return 0
+
+
+def _encoded(prompt: Any, index: int, tokenizer: Any, add_generation_prompt: bool) -> Any:
     if isinstance(prompt, Mapping) and "images" in prompt:
-        prompt = processor.encoded_row(prompt, tokenizer, index)
+        prompt = processor.encoded_row(
+            prompt, tokenizer, index, add_generation_prompt=add_generation_prompt
+        )
         if isinstance(prompt, ImagePrompt):
             return prompt
     _require_prompt(prompt, index)
@@ -76,7 +174,7 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
         return prompt
     if tokenizer is None:
         raise InvalidRequestError(
-            f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or make a "
+            f"input {index} is {'text' if is_text else 'a chat'}; pass token ids, or use a "
             "RolloutGenerator with tokenizer=."
         )
     if not is_text and getattr(tokenizer, "chat_template", None) is None:
@@ -86,7 +184,9 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
         )
     chat: Any = prompt
     if not is_text and processor.has_image_parts(chat):
-        return processor.encoded_chat(chat, tokenizer, index)
+        return processor.encoded_chat(
+            chat, tokenizer, index, add_generation_prompt=add_generation_prompt
+        )
     refusal, advice = "the tokenizer does not take this text", "is it valid Unicode?"
     if not is_text:
         refusal = "the tokenizer's chat template does not take this chat"
@@ -96,7 +196,10 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
             ids = tokenizer(text=prompt)["input_ids"]
         else:
             ids = tokenizer.apply_chat_template(
-                prompt, add_generation_prompt=True, tokenize=True, return_dict=True
+                prompt,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=True,
+                return_dict=True,
             )["input_ids"]
         # A processor returns a batch of one.
         return ids[0] if is_processor(tokenizer) else ids
@@ -106,15 +209,20 @@ def _encoded(prompt: Any, index: int, tokenizer: Any) -> Any:
 
 
 def _require_prompt(prompt: Any, index: int) -> None:
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:
+        raise InvalidRequestError(
+            f"input {index} is a tokenizer's {type(prompt).__name__} of "
+            f"{', '.join(map(str, prompt))}; pass its ['input_ids'], without padding."
+        )
     if isinstance(prompt, Mapping):
         raise InvalidRequestError(
             f"input {index} is a dict of {', '.join(map(str, prompt))}; a chat is a list of "
-            "messages, so one chat is [[message, ...]], and of a row pass its prompt."
+            "messages, so pass one chat as [[message, ...]], and a data set's row as row['prompt']."
         )
     if isinstance(prompt, Number) or getattr(prompt, "ndim", 1) == 0:
         raise InvalidRequestError(
-            f"input {index} is a single number; pass a list of prompts, so one prompt is "
-            "[[5, 6, 7]]."
+            f"input {index} is a single number; pass a list of prompts, such as [[5, 6, 7]] for "
+            "one prompt."
         )
     if isinstance(prompt, set | frozenset):
         raise InvalidRequestError(f"input {index} is a set, which has no order; pass a list.")
@@ -128,7 +236,8 @@ def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != num_inputs:
             raise InvalidRequestError(
-                f"{name} has {len(value)} entries for {num_inputs} inputs; give one, or one each."
+                f"{name} has {len(value)} entries for {num_inputs} inputs; pass a single value, or "
+                "one per input."
             )
         return list(value)
     return [value] * num_inputs

@@ -1,25 +1,34 @@
-"""Keep the rollouts of a training as Parquet files, and train from them again without an engine.
+"""Save the rollouts of a training as Parquet files, and train from them without an engine.
 
-A file holds what one process sampled in one rollout: a row for each sequence, call after call of
-`generate_batch`. Called by the trainer, on its thread.
+A file holds the sequences that one process sampled in one rollout, one row each, in the order of
+its calls of `generate_batch`. Called by the trainer, on its thread.
 """
 
 import io
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
+import torch
 
+from cb_rollout.compat.transformers import unwrap
+from cb_rollout.config.combinations import refused
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.metrics.jsonl import write_whole
+from cb_rollout.metrics.live_metrics import Durations
+from cb_rollout.metrics.write_faults import write_advice
+from cb_rollout.packing.logprobs import routers_of
+from cb_rollout.rollout.sampler import Sampler, TrainingRun
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
 # Of one process, in the order of the rollouts: the step that trains on it, its number, the rank.
@@ -51,59 +60,81 @@ def _schema() -> Any:
 class RolloutSaver:
     """Write the rollouts of one process into a folder that all processes share.
 
-    A file is never written over, and only a resumed training writes beside files of an earlier run.
+    Never overwrites a file. Only a resumed training may write into a folder with earlier files.
     """
 
     def __init__(self, folder: str, rank: int, num_processes: int) -> None:
         """Look for files of an earlier run, before this one writes any.
 
         Args:
-            folder: folder of the files, made if it is missing.
-            rank: number of this process; the first one also looks after files of ranks that this
-                run does not have.
+            folder: folder for the files, created if missing.
+            rank: number of this process; rank 0 also handles files of ranks that this run does not
+                have.
             num_processes: processes of this run.
         """
         self._folder = Path(folder)
         self._rank = rank
         self._num_processes = num_processes
         self._count = 0
-        self._earlier = self._own_files()
+        self._earlier = self._kept_files()
 
-    def _own_files(self) -> list[Path]:
-        return [path for path in _files(self._folder) if self._looks_after(_rank_of(path))]
+    def _kept_files(self) -> list[Path]:
+        """Return the files of this process, and on rank 0 those of missing ranks."""
+        return [path for path in _files(self._folder) if self._looks_after(_parts_of(path).rank)]
 
     def _looks_after(self, rank: int) -> bool:
         is_of_no_process = rank >= self._num_processes
         return rank == self._rank or (self._rank == 0 and is_of_no_process)
 
     def require_own_folder(self) -> None:
-        """Raise `ConfigurationError` if an earlier run saved here, and this one does not go on."""
-        if self._earlier:
-            self._refuse(self._earlier[0])
-
-    def begin_training(self, step: int) -> None:
-        """Go on after a checkpoint's step: what was sampled after it is deleted, and comes again.
+        """Create the folder before anything is sampled.
 
         Raises:
-            ConfigurationError: a training from its first step would write among another's files.
+            ConfigurationError: an earlier run saved here and this one does not resume it, or the
+                folder cannot be created.
         """
-        later = [path for path in self._own_files() if _step_of(path) > step]
+        if self._earlier:
+            self._refuse(self._earlier[0])
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn an operating-system error inside the block into a `ConfigurationError`."""
+        try:
+            yield
+        except OSError as error:
+            cause = error.strerror or error
+            raise ConfigurationError(
+                f"save_rollouts={str(self._folder)!r} cannot be written ({cause}). "
+                f"{write_advice(error, self._folder, 'save_rollouts')}"
+            ) from error
+
+    def begin_training(self, step: int) -> None:
+        """Resume after a checkpoint's step: delete later rollouts, which are sampled again.
+
+        Raises:
+            ConfigurationError: a training that starts at step 0 would write into another run's
+                files.
+        """
+        later = [path for path in self._kept_files() if _parts_of(path).step > step]
         if not step:
             self.require_own_folder()
             if later:
                 self._refuse(later[0])
-        for path in later:
-            path.unlink()
+        with self._writing():
+            for path in later:
+                path.unlink()
         self._earlier = []
         # A step that was saved before may be evaluated again.
-        numbers = [_number_of(path) + 1 for path in self._own_files()]
-        self._count = max([self._count, *numbers])
+        for path in self._kept_files():
+            self._count = max(self._count, _parts_of(path).number + 1)
 
     def _refuse(self, path: Path) -> NoReturn:
         raise ConfigurationError(
-            f"save_rollouts={str(self._folder)!r} holds rollouts of another run, such as "
-            f"{path.name}; name an empty folder, or resume that training from its checkpoint "
-            "before anything is sampled."
+            f"save_rollouts={str(self._folder)!r} already holds rollouts of another run, such as "
+            f"{path.name}; choose an empty folder, or resume that run from its checkpoint before "
+            "sampling anything."
         )
 
     def save(
@@ -111,7 +142,7 @@ class RolloutSaver:
         step: int,
         mode: str,
         calls: Sequence[Sequence[GenerationOutput]],
-        rewards: Mapping[str, float],
+        rewards: Mapping[str, float | None],
     ) -> None:
         """Write a file of the outputs of each call.
 
@@ -119,141 +150,180 @@ class RolloutSaver:
             step: the trainer's step after it trained on them; in evaluation, at the time.
             mode: "train" or "eval".
             calls: outputs of each call of the engine.
-            rewards: reward of a sequence by its request id; none where it was not scored.
+            rewards: reward of a sequence by its request id; None, or left out, where it was not
+                scored.
 
         Raises:
-            ConfigurationError: another run, which began after this one, wrote the file.
+            ConfigurationError: another run, which began after this one, wrote the file; or it
+                cannot be written.
         """
         import pyarrow as pa
         import pyarrow.parquet as parquet
 
-        rows = [
-            _row(output, call=call, step=step, mode=mode, reward=rewards.get(output.request_id))
-            for call, outputs in enumerate(calls)
-            for output in outputs
-        ]
+        rows: list[dict[str, Any]] = []
+        for call, outputs in enumerate(calls):
+            for output in outputs:
+                reward = rewards.get(output.request_id)
+                rows.append(_row(output, call=call, step=step, mode=mode, reward=reward))
         path = self._folder / FILE_NAME.format(step=step, number=self._count, rank=self._rank)
         if path.exists():
             raise ConfigurationError(
-                f"{path} is there already: another run saves its rollouts there too; name a "
-                "save_rollouts for each."
+                f"{path} exists already, because another run saves its rollouts in the same "
+                "folder; set a different save_rollouts for each run."
             )
         self._count += 1
-        self._folder.mkdir(parents=True, exist_ok=True)
         content = io.BytesIO()
         parquet.write_table(pa.Table.from_pylist(rows, _schema()), content, compression="zstd")
-        write_whole(path, content.getvalue())
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content.getvalue())
 
 
-class SavedRollouts:
-    """The rollouts that a training saved, in place of an engine.
+class SavedRollouts(Sampler):
+    """Saved rollouts of an earlier run, from which a trainer trains without an engine.
 
         attach(trainer, SavedRollouts("rollouts", config))
 
-    The trainer gets the sequences, in the order in which it got them first. A trainer of the same
-    weights, data, seed and settings then has the same losses, in every bit.
+    The trainer gets the same sequences in the same order as the run that saved them. With the same
+    weights, data, seed and settings, its losses are bitwise the same.
     """
 
-    is_joint = False
+    samples_current_policy = False
 
     def __init__(self, folder: str, config: Any = None) -> None:
-        """Look for the files of a `save_rollouts`; the loss follows that training's `config`.
+        """Find the files of an earlier run.
+
+        Args:
+            folder: that run's `save_rollouts` folder.
+            config: that run's `RolloutConfig`; the loss uses its settings.
 
         Raises:
-            ConfigurationError: the folder holds no rollouts, or `config` saves into it.
+            ConfigurationError: the folder has no rollouts, or `config` saves into the same folder.
         """
-        self.config, self.tokenizer = as_rollout_config(config), None
-        saved_into = self.config.save_rollouts
+        self._config = as_rollout_config(config)
+        self.tokenizer = None
+        saved_into = self._config.save_rollouts
         if saved_into is not None and Path(saved_into).resolve() == Path(folder).resolve():
             raise ConfigurationError(
-                f"save_rollouts={saved_into!r} is the folder that is trained from; name another "
-                "folder, or leave it out."
+                f"save_rollouts={saved_into!r} is the folder that this run trains from; choose "
+                "another folder, or leave it out."
             )
-        self.policy_version = 0
-        """The newest version that sampled a token of the last rollout."""
-        self._folder, self._rank = Path(folder), 0
+        self._policy_version = 0
+        self._folder = Path(folder)
+        self._rank = 0
         self._calls: Iterator[list[GenerationOutput]] = iter(())
-        self.manager: Any = None
+        self._routers: Routers | None = None
+        self._durations = Durations()
+        self._defaults = SamplingParams()
         if not _files(self._folder):
             raise ConfigurationError(
-                f"{folder!r} holds no saved rollouts; pass the save_rollouts of the RolloutConfig "
-                "that a trainer was attached with."
+                f"{folder!r} holds no saved rollouts; pass the folder that an earlier run set as "
+                "RolloutConfig(save_rollouts=...)."
             )
 
-    def open(self, rank: int, generation_config: Any, routers: Routers | None) -> None:
-        """Serve one process of a trainer, from the first rollout on."""
-        self.manager = SimpleNamespace(
-            group=None,
-            routers=routers,
-            defaults=from_generation_config(generation_config),
-            input_processor=SimpleNamespace(num_sequences=0),
-        )
-        self._rank = rank
-        self._calls = _calls(_files(self._folder, rank))
+    @property
+    def config(self) -> RolloutConfig:
+        return self._config
 
-    def begin_training(self, step: int) -> None:
-        """Go on after a checkpoint's step; 0: after what was asked for before the training."""
+    @property
+    def policy_version(self) -> int:
+        """The newest version that sampled a token of the last rollout."""
+        return self._policy_version
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """Sampling parameters of the trainer; the saved rollouts may have used others."""
+        return self._defaults
+
+    @property
+    def durations(self) -> Durations:
+        return self._durations
+
+    @property
+    def routers(self) -> Routers | None:
+        return self._routers
+
+    def sampler_for(self, run: TrainingRun) -> Self:
+        """Serve one process of a trainer, from the first rollout on."""
+        if self.config.router_replay:
+            self._routers = routers_of(unwrap(run.model))
+        self.set_generation_config(run.generation_config)
+        self._rank = run.accelerator.process_index
+        self._calls = _calls(_files(self._folder, self._rank))
+        return self
+
+    def set_generation_config(self, generation_config: Any) -> None:
+        self._defaults = from_generation_config(generation_config, self.config)
+
+    def require_strategy_support(self) -> NoReturn:
+        """Raise `ConfigurationError`: the groups were chosen when they were sampled."""
+        raise refused("saved rollouts, strategy")
+
+    def begin_training(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """Resume after a checkpoint's step; 0: after the rollouts that preceded the training."""
         if step:
             files = _files(self._folder, self._rank)
-            self._calls = _calls(path for path in files if _step_of(path) > step)
+            self._calls = _calls(path for path in files if _parts_of(path).step > step)
 
     def generate_batch(self, inputs: Iterable[Any], *_: Any, **__: Any) -> dict[str, Any]:
-        """Return the outputs of the next call.
+        """Return the saved outputs of the next `generate_batch` call.
 
         Raises:
-            ConfigurationError: there is none, it is of other prompts, or its file cannot be read.
+            ConfigurationError: no call is left, its prompts differ from `inputs`, or its file
+                cannot be read.
         """
         outputs = next(self._calls, None)
         if outputs is None:
             raise ConfigurationError(
-                f"{self._folder} holds no more rollouts; lower max_steps to those that were saved."
+                f"{self._folder} holds no more rollouts; lower max_steps to the number of steps "
+                "that were saved."
             )
-        asked = [item["prompt"] if isinstance(item, Mapping) else item for item in inputs]
-        if [output.prompt_ids for output in outputs] != asked:
+        prompts = [item["prompt"] if isinstance(item, Mapping) else item for item in inputs]
+        if [output.prompt_ids for output in outputs] != prompts:
             raise ConfigurationError(
-                f"the trainer asks for other prompts than {self._folder} holds next; train with "
-                "the data, seed, batch sizes, evaluations and processes of the training that "
-                "sampled them."
+                f"the trainer asks for different prompts from those that {self._folder} holds "
+                "next; train with the same data, seed, batch sizes, evaluations and number of "
+                "processes as the run that sampled them."
             )
-        versions = [version for output in outputs for version, _ in output.policy_versions]
-        self.policy_version = max(versions, default=self.policy_version)
+        versions: list[int] = []
+        for output in outputs:
+            versions.extend(version for version, _ in output.policy_versions)
+        if versions:
+            self._policy_version = max(versions)
         return {output.request_id: output for output in outputs}
 
-    def metrics(self) -> dict[str, float]:
-        """Return nothing: nothing was sampled."""
-        return {}
-
     def sync_weights(self, *_: Any) -> SyncReport:
+        """Do nothing: saved rollouts do not depend on the current weights."""
         return SyncReport(self.policy_version, 0.0, 0)
 
-    def follow(self, *_: Any, **__: Any) -> None:
-        """Do nothing, as the next ones: there is no engine."""
-
-    sleep = wake = lend_to_trainer = join = close = follow
+    def follow(self, model: torch.nn.Module) -> None:
+        """Do nothing: there is no engine."""
 
 
 def _files(folder: Path, rank: int | None = None) -> list[Path]:
-    """Return the files in the order of the rollouts; None: of every process."""
-    named = [path for path in folder.glob("*.parquet") if _NAME.fullmatch(path.name)]
-    return sorted(path for path in named if rank is None or _rank_of(path) == rank)
+    """Return the files in the order of their rollouts, for None those of all processes."""
+    files: list[Path] = []
+    for path in folder.glob("*.parquet"):
+        is_saved_rollout = _NAME.fullmatch(path.name) is not None
+        if is_saved_rollout and rank in (None, _parts_of(path).rank):
+            files.append(path)
+    return sorted(files)
 
 
-def _step_of(path: Path) -> int:
-    return _numbers_of(path)[0]
+class _FileNameParts(NamedTuple):
+    """The numbers in the name of a file."""
+
+    step: int
+    number: int
+    """Among the files of its rank, from 0."""
+    rank: int
 
 
-def _number_of(path: Path) -> int:
-    return _numbers_of(path)[1]
-
-
-def _rank_of(path: Path) -> int:
-    return _numbers_of(path)[2]
-
-
-def _numbers_of(path: Path) -> list[int]:
+def _parts_of(path: Path) -> _FileNameParts:
     match = _NAME.fullmatch(path.name)
     assert match is not None, path
-    return [int(digits) for digits in match.groups()]
+    step, number, rank = match.groups()
+    return _FileNameParts(step=int(step), number=int(number), rank=int(rank))
 
 
 def _calls(paths: Iterable[Path]) -> Iterator[list[GenerationOutput]]:
@@ -273,9 +343,9 @@ def _calls_in(path: Path) -> list[list[GenerationOutput]]:
         return [[_output(row) for row in rows_of_call] for _, rows_of_call in by_call]
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{path} is no whole file of saved rollouts ({error_text(error)}); restore it from a "
-            "copy, or resume the training that saved it from a checkpoint before step "
-            f"{_step_of(path)}, which samples it again."
+            f"{path} is not a complete file of saved rollouts ({error_text(error)}); restore it "
+            "from a copy, or resume the run that saved it from a checkpoint before step "
+            f"{_parts_of(path).step}, which samples it again."
         ) from error
 
 
@@ -291,11 +361,11 @@ def _row(output: GenerationOutput, **more: Any) -> dict[str, Any]:
 def _output(row: Mapping[str, Any]) -> GenerationOutput:
     output = GenerationOutput(**{name: row[name] for name in _PLAIN})
     output.status = RequestStatus(row["status"])
-    if (reason := row["finish_reason"]) is not None:
-        output.finish_reason = FinishReason(reason)
+    if row["finish_reason"] is not None:
+        output.finish_reason = FinishReason(row["finish_reason"])
     output.policy_versions = [(version, count) for version, count in row["policy_versions"]]
-    if (kept := row["kept_token_ids"]) is not None:
-        output.kept_token_ids = [array("i", ids) for ids in kept]
-    if (routes := row["routed_experts"]) is not None:
-        output.routed_experts = np.load(io.BytesIO(routes))
+    if row["kept_token_ids"] is not None:
+        output.kept_token_ids = [array("i", ids) for ids in row["kept_token_ids"]]
+    if row["routed_experts"] is not None:
+        output.routed_experts = np.load(io.BytesIO(row["routed_experts"]))
     return output

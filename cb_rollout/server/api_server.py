@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -17,16 +18,43 @@ from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import RolloutError
 from cb_rollout.metrics.live_metrics import CONTENT_TYPE, exposition
 from cb_rollout.rollout.prompts import Encoded
-from cb_rollout.server import protocol, responses
+from cb_rollout.server import protocol
 from cb_rollout.server.middleware import AccessMiddleware
+from cb_rollout.server.openai import builders
+from cb_rollout.server.openai.builders import ResponseBuilder
+from cb_rollout.server.openai.responses_body import ResponsesRequest, chat_request
+from cb_rollout.server.openai.responses_builder import ResponsesBuilder, in_responses_words
 from cb_rollout.server.output_router import Submission
 from cb_rollout.server.protocol import ApiError, as_api_error
-from cb_rollout.server.responses import ResponseBuilder
 from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.served_model import ServedModel
+from cb_rollout.server.xinference import BlockRequest, LaunchRequest
 
 # Most characters of a field's name in an answer: a client may send any.
 MAX_NAME_CHARACTERS = 100
+
+# pydantic's words for a JSON object.
+_PYTHONS_OBJECT = re.compile(
+    r"a valid dictionary(?: or instance of \w+| or object to extract fields from)?"
+)
+
+# pydantic's types of the faults of a field that a body may not have, and of a value that is none of
+# a few words.
+EXTRA_FIELD = "extra_forbidden"
+OTHER_WORD = "literal_error"
+
+# What to send in place of a field of OpenAI's or vLLM's, or of a value of it.
+INSTEAD = {
+    "tool_choice": "the model decides whether it calls a tool; ask for the call in a message, or "
+    "set response_format",
+    "best_of": "send n, and choose among the answers",
+    "use_beam_search": "answers are sampled; send n, and choose among them",
+    "length_penalty": "it belongs to beam search; leave it out",
+    "guided_json": "send response_format",
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "chat_template": "the tokenizer's own is used; send token ids to /v1/completions",
+}
 
 # FastAPI 0.165's type of the fault for a body that is not JSON.
 NOT_JSON = "json_invalid"
@@ -81,6 +109,7 @@ def create_app(served: ServedModel) -> AccessMiddleware:
     _add_control(app, served)
     _add_weight_updates(app, served)
     _add_server_info(app, served)
+    _add_xinference(app, served)
     _add_inspection(app, served)
     return AccessMiddleware(app, served.options)
 
@@ -92,11 +121,11 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         """Complete one prompt or several."""
         served.require_known(body.model)
         prompts = await _encoded_prompts(served, body.prompt, body.n or 1)
-        params = await served.sampling_params(body)
+        params = await served.sampling_params(body, body.model)
         if body.prompt_logprobs is not None and body.stream:
             why = "prompt_logprobs are not streamed; set stream=false."
             raise ApiError(400, why, "prompt_logprobs")
-        builder = responses.CompletionResponseBuilder(served, body, prompts, params)
+        builder = builders.CompletionResponseBuilder(served, body, prompts, params)
         return await _respond(builder, prompts, params, request)
 
     @app.post("/sessions/{session}/v1/chat/completions", include_in_schema=False)
@@ -107,16 +136,31 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
         _require_consistent(body)
         tools = _plain(body.tools) if body.tool_choice != "none" else None
         chat = await served.encoded(served.encoder.encode_chat, _plain(body.messages), tools)
-        params = await served.sampling_params(body)
-        builder = responses.ChatResponseBuilder(served, body, chat, params, tools)
+        params = await served.sampling_params(body, body.model)
+        builder = builders.ChatResponseBuilder(served, body, chat, params, tools)
         return await _respond(builder, [chat.prompt], params, request)
+
+    @app.post("/sessions/{session}/v1/responses", include_in_schema=False)
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation of items, as `/v1/chat/completions` answers its chat."""
+        served.require_known(body.model)
+        with in_responses_words():
+            asked = chat_request(body)
+            _require_consistent(asked)
+            tools = _plain(asked.tools) if asked.tool_choice != "none" else None
+            chat = await served.encoded(served.encoder.encode_chat, _plain(asked.messages), tools)
+            params = await served.sampling_params(asked, body.model)
+            answer = builders.ChatResponseBuilder(served, asked, chat, params, tools)
+            builder = ResponsesBuilder(answer, body, chat)
+            return await _respond(builder, [chat.prompt], params, request)
 
     @app.post("/inference/v1/generate")
     async def generate(body: protocol.TokenRequest, request: Request) -> Response:
         """Continue token ids; answer with token ids, log-probabilities and policy versions."""
         served.require_known(body.model)
-        params = await served.sampling_params(body.sampling_params)
-        builder = responses.TokenResponseBuilder(served, body, _client_id(body, request))
+        params = await served.sampling_params(body.sampling_params, body.model)
+        builder = builders.TokenResponseBuilder(served, body, _client_id(body, request))
         return await _respond(builder, [body.token_ids], params, request)
 
 
@@ -184,7 +228,9 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
 def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
     def weights() -> WeightUpdates:
         if served.weights is None:
-            why = "this server takes no weights; start it with --allow-weight-updates."
+            why = (
+                "this server does not accept weight updates; start it with --allow-weight-updates."
+            )
             raise ApiError(403, why)
         return served.weights
 
@@ -271,18 +317,57 @@ def _add_server_info(app: FastAPI, served: ServedModel) -> None:
         return _Json({"is_paused": served.control.is_paused})
 
 
+def _add_xinference(app: FastAPI, served: ServedModel) -> None:
+    """Add the calls of Xinference's client; those that describe models are OpenAI's too."""
+
+    @app.get("/v1/cluster/auth")
+    async def cluster_auth() -> Response:
+        """Say whether clients must send a key; Xinference's sends none otherwise."""
+        return _Json({"auth": served.options.api_key is not None})
+
+    @app.post("/v1/models")
+    async def launch(body: LaunchRequest) -> Response:
+        """Give the model that runs a name; a launch of another is refused."""
+        return _Json({"model_uid": served.launches.launch(body)})
+
+    @app.get("/v1/models/{model:path}/progress")
+    async def launch_progress(model: str) -> Response:
+        """Say that a launched model is ready."""
+        served.require_known(model)
+        return _Json({"progress": 1.0})
+
+    @app.delete("/v1/models/{model:path}")
+    async def terminate(model: str) -> Response:
+        """Forget a launch; the model runs on until the server ends."""
+        served.launches.terminate(model)
+        return _Json(None)
+
+    @app.post("/v1/models/{model}/requests/{request_id}/abort")
+    async def abort_request(
+        model: str, request_id: str, body: BlockRequest | None = None
+    ) -> Response:
+        """Abort a request by its `request_id`, and later ones of this id for a while."""
+        served.require_known(model)
+        seconds = (body or BlockRequest()).block_duration
+        if seconds:
+            served.control.block(request_id, seconds)
+        count = await served.control.abort([request_id])
+        return _Json({"msg": "DONE" if count else "NOT_FOUND"})
+
+
 def _add_inspection(app: FastAPI, served: ServedModel) -> None:
     @app.get("/sessions/{session}/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
-        """List the one model that is served."""
-        return _Json({"object": "list", "data": [_model_card(served)]})
+        """List the model that is served, under each of its names, and its adapters."""
+        cards = [_model_card(served, name) for name in served.names]
+        return _Json({"object": "list", "data": cards})
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
         """Describe the served model."""
         served.require_known(model)
-        return _Json(_model_card(served))
+        return _Json(_model_card(served, model))
 
     @app.get("/health")
     async def health() -> Response:
@@ -298,14 +383,23 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-def _model_card(served: ServedModel) -> dict[str, Any]:
+def _model_card(served: ServedModel, name: str) -> dict[str, Any]:
+    """Describe the model with OpenAI's, vLLM's and Xinference's fields, under one of its names."""
     return {
-        "id": served.options.model_name,
+        "id": name,
         "object": "model",
         "created": served.created,
         "owned_by": "cb_rollout",
+        "parent": None if served.adapter_of(name) is None else served.options.model_name,
         "max_model_len": served.max_model_len,
         "policy_version": served.manager.policy_version,
+        "model_uid": name,
+        "model_type": "LLM",
+        "model_name": served.options.model_name,
+        "model_ability": served.encoder.abilities,
+        "model_format": "pytorch",
+        "context_length": served.max_model_len,
+        "replica": 1,
     }
 
 
@@ -320,10 +414,13 @@ async def _encoded_prompts(served: ServedModel, given: Any, n: int) -> list[list
     if not prompts or not all(prompts):
         raise ApiError(400, "the prompt is empty; give at least one token.", "prompt")
     encode = served.encoder.encode_text
-    return [
-        await served.encoded(encode, prompt) if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            encoded.append(await served.encoded(encode, prompt))
+        else:
+            encoded.append(prompt)
+    return encoded
 
 
 def _require_consistent(body: protocol.ChatCompletionRequest) -> None:
@@ -339,11 +436,16 @@ async def _respond(
     builder: ResponseBuilder, prompts: Sequence[Encoded], params: SamplingParams, request: Request
 ) -> Response:
     """Queue the sequences of a request, and answer with their response or their stream."""
-    streams, client_id = bool(builder.body.stream), _client_id(builder.body, request)
-    session = request.path_params.get("session")
+    streams = bool(builder.body.stream)
     submission = await builder.model.submit(
-        prompts, params, builder.num_choices, streams, client_id, session
+        prompts,
+        params,
+        n=builder.num_choices,
+        is_streaming=streams,
+        client_id=_client_id(builder.body, request),
+        session_id=request.path_params.get("session"),
     )
+    builder.begin(submission)
     if streams:
         return _EventStream(_events(builder, submission), submission)
     working = asyncio.ensure_future(_answer(builder, submission))
@@ -382,12 +484,15 @@ async def _events(builder: ResponseBuilder, submission: Submission) -> AsyncIter
         async for chunk in builder.stream(submission.updates()):
             yield _event(chunk)
     except (ApiError, RolloutError, TimeoutError) as error:
-        yield _event(as_api_error(error).body)
-    yield "data: [DONE]\n\n"
+        for event in builder.failure(as_api_error(error)):
+            yield _event(event)
+    yield builder.end_of_stream
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {_dumps(content)}\n\n"
+    """Return a server-sent event, which has a name if its content has a type."""
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {_dumps(content)}\n\n"
 
 
 def _dumps(content: Any) -> str:
@@ -407,14 +512,31 @@ def _add_error_handlers(app: FastAPI) -> None:
                 error = as_api_error(raised)
         return _Json(error.body, status_code=error.status, headers=error.headers)
 
-    own = (ApiError, RolloutError, TimeoutError, RecursionError)
-    for error_class in (*own, HTTPException, RequestValidationError, Exception):
+    for error_class in (
+        ApiError,
+        RolloutError,
+        TimeoutError,
+        RecursionError,
+        HTTPException,
+        RequestValidationError,
+        Exception,
+    ):
         app.add_exception_handler(error_class, answer)
+
+
+def _advice(field: str, fault: str) -> str:
+    """Return what to send in place of a field that is refused; empty: the fault says it."""
+    if fault == EXTRA_FIELD:
+        return INSTEAD.get(field, "this endpoint takes no such field; leave it out")
+    if fault == OTHER_WORD:
+        return INSTEAD.get(field, "")
+    return ""
 
 
 def _of_faults(error: RequestValidationError) -> ApiError:
     """Return the response for a body with faults; its `param` is the first field at fault."""
-    texts, param = [], None
+    texts = []
+    param = None
     for number, fault in enumerate(error.errors()[: protocol.MAX_FAULTS]):
         if fault["type"] == NOT_JSON:
             place = f"{fault['ctx']['error']} at byte {fault['loc'][-1]}"
@@ -422,8 +544,15 @@ def _of_faults(error: RequestValidationError) -> ApiError:
         names = [f"{name!s:.{MAX_NAME_CHARACTERS}}" for name in fault["loc"]]
         if number == 0 and len(names) > 1:
             param = names[1]
-        field = ".".join(name for name in names if name != "body")
+        # pydantic names the alternatives of a list by their types.
+        field = ".".join(name for name in names if name != "body" and "[" not in name)
         text = str(fault["msg"]).removeprefix("Value error, ")
+        text = _PYTHONS_OBJECT.sub("an object", text)
+        if fault["type"] == "none_required":
+            text = "may be null alone; leave it out"
+        advice = _advice(names[-1], fault["type"])
+        if advice:
+            text = f"{text}: {advice}"
         texts.append(f"{field}: {text}" if field else text)
     if isinstance(error.body, bytes):
         # FastAPI parses no body that its header does not declare; docs/security.md says why.

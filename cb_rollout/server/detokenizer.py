@@ -1,9 +1,8 @@
-"""Token ids to whole characters, bytes and log-probabilities, on the server's asyncio thread."""
+"""Convert token ids to text, bytes and log-probabilities, on the server's asyncio thread."""
 
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -30,14 +29,15 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class IncrementalDetokenizer:
-    """The text of a growing sequence, without the strings that end it.
+    """The text of a growing sequence, without the stop string that ends it.
 
-    The cost of a token does not grow with the sequence. `tokenizers.decoders.DecodeStream` raises
-    on bytes that are not UTF-8, which a model may sample.
+    The cost per token does not grow with the sequence. `tokenizers.decoders.DecodeStream` is not
+    used, because it raises on bytes that are not UTF-8, which a model may sample.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
-        self._decode, self._stops = decode, stops
+        self._decode = decode
+        self._stops = stops
         self._window: list[int] = []
         self._num_context = 0
         self._num_seen = 0
@@ -50,15 +50,19 @@ class IncrementalDetokenizer:
             self._num_before_last = len(self._held)
             self._held += self._text_of(token)
         stop_at = first_stop(self._held, self._num_before_last, self._stops)
-        end = min(len(self._held) - num_partial_match(self._held, self._stops), stop_at)
-        certain, self._held = self._held[:end], self._held[end:]
+        num_certain = len(self._held) - num_partial_match(self._held, self._stops)
+        end = min(num_certain, stop_at)
+        certain = self._held[:end]
+        self._held = self._held[end:]
         self._num_before_last = max(0, self._num_before_last - end)
         return certain
 
     def finish(self, *, is_stopped: bool) -> str:
         """Return the rest of the text, up to the stop string that ended the sequence."""
         text = self._held + self._decode(self._window)[self._num_seen :]
-        return text[: first_stop(text, self._num_before_last, self._stops)] if is_stopped else text
+        if not is_stopped:
+            return text
+        return text[: first_stop(text, self._num_before_last, self._stops)]
 
     def _text_of(self, token: int) -> str:
         self._window.append(token)
@@ -70,33 +74,40 @@ class IncrementalDetokenizer:
         # A token's text depends on the text before it (a leading space), of which one token is
         # enough, and on no more.
         self._window = self._window[self._num_context :]
-        self._num_context, self._num_seen = len(self._window), len(self._decode(self._window))
+        self._num_context = len(self._window)
+        self._num_seen = len(self._decode(self._window))
         return new
 
 
 def first_stop(text: str, num_before_last: int, stops: Sequence[str]) -> int:
-    """Return where the stop string begins that a text's last token completed; else its length.
+    """Return the start of the stop string that the last token completed; else the text's length.
 
-    `num_before_last` is the number of characters before that token's.
+    `num_before_last` is the number of characters before the last token.
     """
-    found = [text.find(stop, max(0, num_before_last - len(stop) + 1)) for stop in stops]
-    return min((at for at in found if at >= 0), default=len(text))
+    first = len(text)
+    for stop in stops:
+        place = text.find(stop, max(0, num_before_last - len(stop) + 1))
+        if place >= 0:
+            first = min(first, place)
+    return first
 
 
 def num_partial_match(text: str, strings: Sequence[str]) -> int:
-    """Return the length of the text's longest end with which a string begins, and goes on."""
+    """Return the length of the longest suffix of the text that is a proper prefix of a string."""
     most = min(len(text), max(map(len, strings), default=1) - 1)
-    # Most places begin none of them: a long end is looked at only where one may begin.
-    firsts = {string[0] for string in strings}
-    starts = (at for at in range(len(text) - most, len(text)) if text[at] in firsts)
-    ends = (text[at:] for at in starts)
-    return next(
-        (len(end) for end in ends if any(s.startswith(end) and s != end for s in strings)), 0
-    )
+    first_characters = {string[0] for string in strings}
+    for start in range(len(text) - most, len(text)):
+        # Most places begin none of them: a long end is looked at only where one may begin.
+        if text[start] not in first_characters:
+            continue
+        end = text[start:]
+        if any(string.startswith(end) and string != end for string in strings):
+            return len(end)
+    return 0
 
 
 class TokenTable:
-    """The text and bytes of single tokens of a tokenizer, and log-probabilities with them."""
+    """The text and bytes of a tokenizer's tokens, and log-probabilities in OpenAI's format."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -108,11 +119,11 @@ class TokenTable:
         return text, _bytes_of(self._tokenizer.convert_ids_to_tokens(token_id) or "", text)
 
     def chat_logprobs(self, output: GenerationOutput, start: int, as_ids: bool) -> dict[str, Any]:
-        """Return a chat choice's log-probabilities from `start`, `as_ids` of `token_id:7`."""
+        """Return a chat choice's log-probabilities from `start`; `as_ids`: as `token_id:7`."""
 
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
-            name, utf8 = self._name(token_id, as_ids), self._known(token_id)[1]
-            return {"token": name, "logprob": logprob, "bytes": utf8}
+            _, utf8 = self._known(token_id)
+            return {"token": self._name(token_id, as_ids), "logprob": logprob, "bytes": utf8}
 
         return {"content": logprob_entries(output, start, entry), "refusal": None}
 
@@ -121,46 +132,69 @@ class TokenTable:
     ) -> tuple[dict[str, Any], int]:
         """Return a completion choice's log-probabilities from `start`, after `num_characters`.
 
-        Returns the number of characters after these tokens too. With `as_ids`, the likeliest tokens
-        include the sampled token.
+        Also returns the number of characters up to the end of these tokens. With `as_ids`, the
+        likeliest tokens include the sampled token.
         """
-        tokens, logprobs = output.generated_tokens[start:], output.logprobs[start:]
-        texts = [self._known(token)[0] for token in tokens]
-        *offsets, num_characters = accumulate(map(len, texts), initial=num_characters)
-        tops: Sequence[Any] = (output.top_logprobs or [()] * len(output.generated_tokens))[start:]
-        if as_ids:
-            own = zip(tokens, logprobs, strict=True)
-            tops = [(*top, pair) for top, pair in zip(tops, own, strict=True)]
-        top_logprobs = [{self._name(token, as_ids): value for token, value in top} for top in tops]
+        tokens = output.generated_tokens[start:]
+        logprobs = output.logprobs[start:]
+        offsets = []
+        for token in tokens:
+            text, _ = self._known(token)
+            offsets.append(num_characters)
+            num_characters += len(text)
+        top_logprobs = None
+        if as_ids or output.top_logprobs is not None:
+            top_logprobs = []
+            likeliest = _likeliest_tokens(output, start)
+            for token, logprob, top in zip(tokens, logprobs, likeliest, strict=True):
+                by_name = {self._name(other, as_ids): value for other, value in top}
+                if as_ids:
+                    by_name[self._name(token, as_ids)] = logprob
+                top_logprobs.append(by_name)
         choice = {
             "tokens": [self._name(token, as_ids) for token in tokens],
             "token_logprobs": logprobs,
-            "top_logprobs": top_logprobs if as_ids or output.top_logprobs is not None else None,
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }
         return choice, num_characters
 
     def _name(self, token_id: int, as_ids: bool) -> str:
-        return f"token_id:{token_id}" if as_ids else self._known(token_id)[0]
+        if as_ids:
+            return f"token_id:{token_id}"
+        text, _ = self._known(token_id)
+        return text
 
 
 def logprob_entries(
     output: GenerationOutput, start: int, entry: Callable[[int, float], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return an entry of each token from `start`, which holds those of the likeliest tokens."""
-    tops = output.top_logprobs or [()] * len(output.generated_tokens)
-    return [
-        {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in top]}
-        for token, logprob, top in zip(
-            output.generated_tokens[start:], output.logprobs[start:], tops[start:], strict=True
-        )
-    ]
+    """Return an entry for each token from `start`, with nested entries for the likeliest tokens."""
+    tokens = output.generated_tokens[start:]
+    logprobs = output.logprobs[start:]
+    likeliest = _likeliest_tokens(output, start)
+    entries = []
+    for token, logprob, top in zip(tokens, logprobs, likeliest, strict=True):
+        with_top = dict(entry(token, logprob))
+        with_top["top_logprobs"] = [entry(other, value) for other, value in top]
+        entries.append(with_top)
+    return entries
+
+
+def _likeliest_tokens(
+    output: GenerationOutput, start: int
+) -> Sequence[Sequence[tuple[int, float]]]:
+    """Return the likeliest tokens and their log-probabilities, for each token from `start`."""
+    if output.top_logprobs:
+        return output.top_logprobs[start:]
+    return [()] * (len(output.generated_tokens) - start)
 
 
 def _bytes_of(token: str, text: str) -> list[int]:
-    """Return a token's bytes, from its vocabulary entry if it is no whole character."""
+    """Return a token's bytes, from its vocabulary entry if it is only part of a character."""
     if INCOMPLETE in text:
-        if byte := BYTE_TOKEN.fullmatch(token):
+        byte = BYTE_TOKEN.fullmatch(token)
+        if byte:
             return [int(byte[1], 16)]
         if token and all(letter in BYTE_OF_LETTER for letter in token):
             return [BYTE_OF_LETTER[letter] for letter in token]

@@ -38,7 +38,8 @@ POLL_SECONDS = 0.2
 GRACE_SECONDS = 2
 
 # Connections that may wait to be accepted, and that are accepted before any is looked at.
-BACKLOG, ACCEPT_BATCH = 2048, 16
+BACKLOG = 2048
+ACCEPT_BATCH = 16
 
 # Most connections where no number is set.
 MAX_CONNECTIONS = 1024
@@ -53,8 +54,12 @@ def start_server(
 ) -> "ServerHandle":
     """Start a manager, and serve its model until the handle is closed.
 
-    `tokenizer` may be a processor. `allow_weight_updates` writes the weights of `trained`, and
-    calls a generator's `sync_weights` after it.
+    Args:
+        manager: samples.
+        tokenizer: the model's, or its processor.
+        options: where and how to serve.
+        trained: the model that weight updates write; None: `allow_weight_updates` is refused.
+        sync_weights: a generator's method, called after each update; None: updates are refused.
 
     Raises:
         ConfigurationError: the extra `server` is not installed, there is no tokenizer, or the
@@ -65,11 +70,13 @@ def start_server(
         names = " and ".join(missing)
         raise ConfigurationError(f"serving needs {names}: pip install 'cb_rollout[server]'.")
     if tokenizer is None:
-        raise ConfigurationError("serving needs the model's tokenizer; set tokenizer=.")
+        raise ConfigurationError(
+            "serving needs the model's tokenizer; pass tokenizer= to the generator."
+        )
     from cb_rollout.server.served_model import ServedModel
 
     model = ServedModel(manager, tokenizer, options, trained, sync_weights)
-    listening = _bound(options)
+    listening = bound_socket(options)
     try:
         manager.start()
         manager.is_served = True
@@ -83,20 +90,21 @@ def start_server(
 
 
 class _Listener(socket.socket):
-    """A listening socket of which asyncio accepts few connections before it looks at any."""
+    """A listening socket from which asyncio accepts only a few connections at a time."""
 
     def listen(self, _: int = BACKLOG) -> None:
         super().listen(BACKLOG)
 
 
 def max_connections(options: ServerOptions) -> int:
-    """Return the most connections; `ConfigurationError`: they exceed half of what may be open."""
+    """Return the maximum of connections; it may be at most half of the open-file limit."""
     num_files = 1 << 20
     if sys.platform != "win32":
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         num_files = num_files if limit == resource.RLIM_INFINITY else limit
     most = max(1, num_files // 2)
-    if (asked := options.max_connections) is not None and asked > most:
+    asked = options.max_connections
+    if asked is not None and asked > most:
         raise ConfigurationError(
             f"max_connections={asked} is more than half of the {num_files} files that the process "
             "may open; lower it, or raise ulimit -n."
@@ -104,19 +112,62 @@ def max_connections(options: ServerOptions) -> int:
     return asked or min(MAX_CONNECTIONS, most)
 
 
-def _bound(options: ServerOptions) -> socket.socket:
+def bound_socket(options: ServerOptions) -> socket.socket:
+    """Return a socket that listens at the address of the options.
+
+    Raises:
+        ConfigurationError: the address cannot be bound.
+    """
     max_connections(options)
     try:
-        (family, *_, address), *_ = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
+        family, _, _, _, address = addresses[0]
         listening = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         return _Listener(fileno=listening.detach())
     except OSError as error:
         raise ConfigurationError(
-            f"host={options.host!r} port={options.port} cannot be bound ({error.strerror}); name "
-            "another, or port 0 for any that is free."
+            f"host={options.host!r} port={options.port} cannot be bound ({error.strerror}); choose "
+            "another, or port 0 for any free port."
         ) from error
+
+
+def run_application(
+    application: Any, options: ServerOptions, listening: socket.socket
+) -> tuple[Any, threading.Thread]:
+    """Serve an ASGI application in a thread; return uvicorn's started server and the thread.
+
+    Raises:
+        RolloutError: the server did not start.
+    """
+    import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    from cb_rollout.server.middleware import limited_connections
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            application,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            http=limited_connections(AutoHTTPProtocol, options, max_connections(options)),
+            backlog=ACCEPT_BATCH,
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            server_header=False,
+        )
+    )
+    thread = threading.Thread(
+        target=server.run, args=([listening],), name="cb_rollout-server", daemon=True
+    )
+    thread.start()
+    deadline = time.monotonic() + START_SECONDS
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > deadline:
+            raise RolloutError("the server did not start; its log says why.")
+        time.sleep(0.005)
+    return server, thread
 
 
 class ServerHandle(AbstractContextManager["ServerHandle"]):
@@ -128,42 +179,19 @@ class ServerHandle(AbstractContextManager["ServerHandle"]):
     """
 
     def __init__(self, model: "ServedModel", listening: socket.socket) -> None:
-        import uvicorn
-        from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
         from cb_rollout.server.api_server import create_app
-        from cb_rollout.server.middleware import limited_connections
 
         host, port = listening.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self.base_url = f"{self.url}/v1"
-        self.model, options = model, model.options
+        self.model = model
+        options = model.options
         model.sessions.url = self.url
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                create_app(model),
-                log_level="warning",
-                access_log=False,
-                ws="none",
-                http=limited_connections(AutoHTTPProtocol, options, max_connections(options)),
-                backlog=ACCEPT_BATCH,
-                timeout_graceful_shutdown=GRACE_SECONDS,
-                server_header=False,
-            )
-        )
-        self._thread = threading.Thread(
-            target=self._server.run, args=([listening],), name="cb_rollout-server", daemon=True
-        )
-        self._thread.start()
-        deadline = time.monotonic() + START_SECONDS
-        while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > deadline:
-                raise RolloutError("the server did not start; its log says why.")
-            time.sleep(0.005)
+        self._server, self._thread = run_application(create_app(model), options, listening)
 
     @contextmanager
     def session(self) -> Iterator["Session"]:
-        """Open a session for an agent: a base URL whose answers are kept after the context."""
+        """Open a session for an agent: a base URL whose answers are stored."""
         opened = self.model.sessions.open()
         try:
             yield opened
@@ -176,8 +204,8 @@ class ServerHandle(AbstractContextManager["ServerHandle"]):
     def run(self, is_done: Callable[[], bool]) -> None:
         """Serve until `is_done` or the server's end, stepping the engine on the calling thread.
 
-        A calling thread that waits anyway steps faster on a CPU, see `EngineLoop.stepping`.
-        `is_done` is called every `POLL_SECONDS`, between two steps.
+        On a CPU, stepping on a waiting thread is faster; see `EngineLoop.stepping`. `is_done` is
+        called every `POLL_SECONDS`, between two steps.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
@@ -193,14 +221,14 @@ class ServerHandle(AbstractContextManager["ServerHandle"]):
                 manager.loop.require_alive()
 
     def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Refuse new requests, and wait for the running ones `drain_seconds` or until enough."""
+        """Refuse new requests, and wait up to `drain_seconds` for the running ones."""
         self.model.is_ending = True
         deadline = time.monotonic() + self.model.options.drain_seconds
         router = self.model.output_router
         self.run(lambda: not router.num_in_flight or is_enough() or time.monotonic() >= deadline)
 
     def close(self) -> None:
-        """Cancel the requests in flight, answer them, and end; closing again does nothing."""
+        """Cancel and answer the requests in flight, and stop; closing again does nothing."""
         self._server.should_exit = True
         if self.is_running():
             self.model.output_router.cancel_all()

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cb_rollout.metrics.observer import observer
 from cb_rollout.server.options import (
     ServerOptions,
     is_loopback_authority,
@@ -23,8 +24,9 @@ from cb_rollout.server.options import (
 )
 from cb_rollout.server.protocol import ApiError, as_api_error
 
-# Load balancers ask without a key; the answer says only whether the engine runs.
-OPEN_PATHS = {"/health"}
+# Load balancers ask without a key whether the engine runs, and Xinference's client whether it is to
+# send a key.
+OPEN_PATHS = {"/health", "/v1/cluster/auth"}
 
 # Without a key, these answer to the user of this process alone.
 WEIGHT_PATHS = {
@@ -33,7 +35,8 @@ WEIGHT_PATHS = {
 }  # fmt: skip
 
 # Linux's lists of connections, each with its user, and the state of an open one.
-CONNECTION_LISTS, ESTABLISHED = (Path("/proc/net/tcp"), Path("/proc/net/tcp6")), "01"
+CONNECTION_LISTS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+ESTABLISHED = "01"
 
 
 # Largest head of a request, twice what other servers take.
@@ -98,7 +101,7 @@ class LimitedConnection(asyncio.Protocol):
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Close the connection now, whatever is not sent."""
+        """Close the connection now, even if data is unsent."""
         self.connections.discard(self)
         self.transport.abort()
 
@@ -131,7 +134,8 @@ class AccessMiddleware:
     """Wrap an ASGI application with the limits of `ServerOptions`."""
 
     def __init__(self, application: ASGIApp, options: ServerOptions) -> None:
-        self._application, self._options = application, options
+        self._application = application
+        self._options = options
         self._key_digest = None if options.api_key is None else _digest(options.api_key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,7 +155,8 @@ class AccessMiddleware:
             async with asyncio.timeout(seconds):
                 self._require_access(scope)
                 body = await self._body(scope, receive)
-                await self._application(scope, _replayed(body, receive), watched_send)
+                with observer().joined(_text_headers(scope)):
+                    await self._application(scope, _replayed(body, receive), watched_send)
         except ApiError as error:
             await _refusal(error)(scope, receive, send)
         except TimeoutError:
@@ -189,7 +194,9 @@ class AccessMiddleware:
         length = dict(scope["headers"]).get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             raise too_large
-        body, has_more, seconds = bytearray(), True, self._options.body_timeout_seconds
+        body = bytearray()
+        has_more = True
+        seconds = self._options.body_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
                 while has_more:
@@ -218,7 +225,8 @@ def is_own_user(
                 if is_its and state == ESTABLISHED:
                     users.add(int(fields[3]))
     # Another user's connection between equal ports of other addresses cannot be told apart.
-    return bool(users) and users == {os.getuid() if user is None else user}
+    expected = os.getuid() if user is None else user
+    return users == {expected}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -236,9 +244,20 @@ def _refusal(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, {"connection": "close", **error.headers})
 
 
+def _text_headers(scope: Scope) -> dict[str, str]:
+    headers = {}
+    for name, value in scope["headers"]:
+        headers[name.decode("latin-1")] = value.decode("latin-1")
+    return headers
+
+
 def _values(scope: Scope, name: bytes) -> list[str]:
     """Return the values of each header of a name, without the white space around them."""
-    return [value.decode("latin-1").strip(" \t") for key, value in scope["headers"] if key == name]
+    values = []
+    for key, value in scope["headers"]:
+        if key == name:
+            values.append(value.decode("latin-1").strip(" \t"))
+    return values
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""`ServerOptions`: the address, the access and the limits of a server.
+"""Define `ServerOptions`: the address, the access and the limits of a server.
 
 Owns names, defaults and the checks made before the server listens. Loads neither torch nor FastAPI.
 """
@@ -16,7 +16,7 @@ from cb_rollout.errors import ConfigurationError
 # Names that vLLM, SGLang and uvicorn use.
 SYNONYMS = {
     "served_model_name": "model_name",
-    "max_model_len": "max_prompt_tokens",
+    "max_model_len": "RolloutConfig(max_model_len=...)",
     "timeout_graceful_shutdown": "drain_seconds",
 }
 
@@ -87,9 +87,11 @@ class ServerOptions:
             is_right = is_finite and (value != 0 or name == "drain_seconds")
             if name.endswith("_seconds") and not is_right:
                 raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
-        if not isinstance(updates := self.allow_weight_updates, bool):
+        updates = self.allow_weight_updates
+        if not isinstance(updates, bool):
             raise ConfigurationError(f"allow_weight_updates={updates!r} is neither True nor False.")
-        if (key := self.api_key) is None and not is_loopback(self.host):
+        key = self.api_key
+        if key is None and not is_loopback(self.host):
             raise ConfigurationError(
                 f"host={self.host!r} can be reached from other machines; set api_key, or "
                 "host='127.0.0.1'."
@@ -102,7 +104,7 @@ class ServerOptions:
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach a host name or address.
 
-    An IPv6 address may stand in brackets; capitals in a name mean nothing.
+    An IPv6 address may be in brackets; names are case-insensitive.
     """
     has_brackets = host.startswith("[") and host.endswith("]")
     address = host[1:-1] if has_brackets else host
@@ -116,9 +118,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_loopback_authority(authority: str) -> bool:
-    """Return whether the `host[:port]` of a `Host` header is of this machine alone.
+    """Return whether the `host[:port]` of a `Host` header is a loopback address.
 
-    Anything else before, between or after the two is refused, a user's name too. A name may end in
+    Any other text around or between the two is refused, including a user name. A name may end with
     the dot of the DNS root.
     """
     match = _AUTHORITY.fullmatch(authority)
@@ -132,7 +134,7 @@ def is_loopback_authority(authority: str) -> bool:
 
 
 def is_loopback_origin(origin: str) -> bool:
-    """Return whether an `Origin` header, `scheme://host[:port]`, is of a page of this machine."""
+    """Return whether an `Origin` header, `scheme://host[:port]`, has a loopback address."""
     _, separator, authority = origin.partition("://")
     return bool(separator) and is_loopback_authority(authority)
 

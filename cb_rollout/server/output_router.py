@@ -6,10 +6,12 @@ Clients' pauses wait for the engine on a thread of their own.
 """
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from cb_rollout.engine.request import Request
@@ -21,6 +23,9 @@ from cb_rollout.server.sessions import Session
 from cb_rollout.types import GenerationOutput, RequestStatus
 
 T = TypeVar("T")
+
+# Most names that are blocked at a time.
+MAX_BLOCKED = 4096
 
 
 class OutputRouter:
@@ -65,7 +70,8 @@ class OutputRouter:
     def _schedule(self) -> None:
         # The lock is released before the call: the other thread takes it at once.
         with self._lock:
-            is_scheduled, self._is_scheduled = self._is_scheduled, True
+            is_scheduled = self._is_scheduled
+            self._is_scheduled = True
         # A closed asyncio loop raises, and has no reader left.
         with suppress(RuntimeError):
             if not is_scheduled:
@@ -73,31 +79,40 @@ class OutputRouter:
 
     def _deliver(self) -> None:
         with self._lock:
-            newest, self._newest = self._newest, {}
-            error, self._error = self._error, None
+            newest = self._newest
+            error = self._error
+            self._newest = {}
+            self._error = None
             self._is_scheduled = False
         for request_id, output in newest.items():
-            if (submission := self._submissions.get(request_id)) is not None:
-                submission.put(output)
-                if output.is_finished():
-                    del self._submissions[request_id]
+            submission = self._submissions.get(request_id)
+            if submission is None:
+                continue
+            submission.put(output)
+            if output.is_finished():
+                del self._submissions[request_id]
         if error is not None:
-            dead, self._submissions = self._submissions, {}
-            for submission in dead.values():
+            failed = list(self._submissions.values())
+            self._submissions = {}
+            for submission in failed:
                 submission.fail(error)
 
     def abort(self, client_ids: Collection[str] | None) -> int:
-        """End requests by clients' names, all for None, with the tokens they have; count them."""
+        """End requests with these names (None: all) with their tokens so far; return the number."""
         named = None if client_ids is None else frozenset(client_ids)
-        submissions = dict.fromkeys(self._submissions.values())
-        aborted = [x for x in submissions if named is None or x.client_id in named]
-        for submission in aborted:
-            submission.is_aborted = True
-        self._manager.cancel_requests([name for x in aborted for name in x.unfinished])
-        return len(aborted)
+        num_aborted = 0
+        request_ids: list[str] = []
+        # Each once: a submission stands under each of its sequences.
+        for submission in dict.fromkeys(self._submissions.values()):
+            if named is None or submission.client_id in named:
+                submission.is_aborted = True
+                num_aborted += 1
+                request_ids += submission.unfinished
+        self._manager.cancel_requests(request_ids)
+        return num_aborted
 
     def cancel_all(self) -> None:
-        """Cancel every sequence in flight; each delivers what it has."""
+        """Cancel every sequence in flight; each delivers its tokens so far."""
         self._manager.cancel_requests(list(self._submissions))
 
     def abandon(self, request_ids: Sequence[str]) -> None:
@@ -118,14 +133,31 @@ class Submission(AbstractContextManager["Submission"]):
         client_id: str | None,
         session: Session | None,
     ) -> None:
-        self._router, self._deadline = router, deadline
-        self.client_id, self._session = client_id, session
+        """Take the sequences of a request, which the caller queues.
+
+        Args:
+            router: cancels the sequences that are left.
+            requests: the sequences, in the order of the response's choices.
+            deadline: time of the asyncio loop at which `updates` gives up, in seconds.
+            client_id: the client's name of the request; None: it gave none.
+            session: records the outputs; None: they are not recorded.
+        """
+        self._router = router
+        self._deadline = deadline
+        self.client_id = client_id
+        self._session = session
         self.is_aborted = False
         """True once a client ended it early, to be answered with the tokens that it has."""
+        self._requests = requests
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}
         self._newest: dict[int, GenerationOutput] = {}
         self._changed = asyncio.Event()
         self._error: EngineDeadError | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Return the number of prompt tokens, of all sequences, that were in the cache."""
+        return sum(request.num_cached_tokens for request in self._requests)
 
     def put(self, output: GenerationOutput) -> None:
         index = self.unfinished[output.request_id]
@@ -141,7 +173,7 @@ class Submission(AbstractContextManager["Submission"]):
         self._changed.set()
 
     async def updates(self) -> AsyncIterator[tuple[int, GenerationOutput]]:
-        """Yield newest states as they come, each with its sequence's index, until all have ended.
+        """Yield each sequence's newest state with its index, until all sequences have ended.
 
         Raises `ApiError` for a sequence that failed, or was cancelled and not aborted by a client;
         `EngineDeadError`; `TimeoutError` for sequences that took longer than allowed.
@@ -150,7 +182,8 @@ class Submission(AbstractContextManager["Submission"]):
             async with asyncio.timeout_at(self._deadline):
                 await self._changed.wait()
             self._changed.clear()
-            newest, self._newest = self._newest, {}
+            newest = self._newest
+            self._newest = {}
             for index, output in newest.items():
                 if output.status is RequestStatus.CANCELLED and not self.is_aborted:
                     raise ApiError(503, "the request was cancelled by the server; send it again.")
@@ -169,12 +202,15 @@ class EngineControl:
     """Clients' control of an engine."""
 
     def __init__(self, manager: ContinuousBatchingManager, router: OutputRouter) -> None:
-        self._manager, self._router = manager, router
+        self._manager = manager
+        self._router = router
         self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
         self._has_ended = False
+        self._blocked: dict[str, float] = {}
+        """Names whose requests are aborted as they come, until a time of the asyncio loop."""
 
     def stop(self) -> None:
-        """End the thread, and a client's pause, so that the engine goes on without the server."""
+        """End the thread and any client's pause, so that the engine can run without the server."""
         self._has_ended = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._release()
@@ -199,7 +235,7 @@ class EngineControl:
         self._manager.pauses.release(PauseReason.CLIENT)
 
     async def resume(self) -> None:
-        """End a client's pause, after the pauses that were asked for before."""
+        """End a client's pause, after all earlier pause requests."""
         await self.run(self._release)
 
     async def abort(self, client_ids: Collection[str] | None) -> int:
@@ -207,11 +243,23 @@ class EngineControl:
         await self.run(self._manager.loop.deliver_cancelled)
         return count
 
+    def block(self, client_id: str, seconds: float) -> None:
+        """For `seconds`, abort new requests of this name on arrival."""
+        now = asyncio.get_running_loop().time()
+        self._blocked = {name: end for name, end in self._blocked.items() if end > now}
+        if len(self._blocked) >= MAX_BLOCKED:
+            raise ApiError(429, f"{MAX_BLOCKED} request ids are blocked; wait.", "block_duration")
+        self._blocked[client_id] = now + seconds
+
+    def is_blocked(self, client_id: str) -> bool:
+        return self._blocked.get(client_id, 0.0) > asyncio.get_running_loop().time()
+
     async def run(self, call: Callable[[], T]) -> T:
-        """Run a call beside the asyncio loop, after those that were asked for before."""
+        """Run a call on the control thread, after all earlier calls."""
         return await on_thread(self._thread, call)
 
 
 async def on_thread(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
-    """Run a call on a thread beside the asyncio loop."""
-    return await asyncio.get_running_loop().run_in_executor(thread, call, *arguments)
+    """Run a call on another thread than the asyncio loop's, in the caller's context."""
+    run = partial(contextvars.copy_context().run, call, *arguments)
+    return await asyncio.get_running_loop().run_in_executor(thread, run)

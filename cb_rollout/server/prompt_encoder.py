@@ -1,11 +1,12 @@
-"""Prompts and chats to token ids; a conversation's next turn begins with the last turn's tokens.
+"""Encode prompts and chats as token ids; a conversation's next turn reuses its earlier tokens.
 
 A chat that comes back as text may be tokenized differently than it was sampled. So the encoder
-keeps each answered chat of text by its rendered text: a chat that begins with that text begins with
-the same tokens, whose keys the prefix cache holds.
+stores the tokens of each answered text chat under its rendered text: a chat that begins with that
+text begins with the same tokens, and finds their keys in the prefix cache.
 
-Pictures are read from data URLs of `FORMATS`, within the server's limits. Nothing is fetched, so no
-client makes the server read a file or ask another machine. Called on one thread at a time.
+Pictures are read from data URLs in one of `FORMATS`, within the server's limits. Nothing is
+fetched, so no client can make the server read a file or contact another machine. Called on one
+thread at a time.
 """
 
 import base64
@@ -32,7 +33,8 @@ from cb_rollout.server.protocol import ApiError
 
 # Limits over all conversations, about 10 MB and a millisecond to search. The least recently used
 # are dropped first.
-MAX_KNOWN_TOKENS, MAX_KNOWN = 1 << 20, 1 << 12
+MAX_KNOWN_TOKENS = 1 << 20
+MAX_KNOWN = 1 << 12
 
 # Beginnings of data URLs, and PIL's names of their formats.
 FORMATS = {f"data:image/{form.lower()}": form for form in ("PNG", "JPEG", "WEBP", "GIF")}
@@ -59,21 +61,35 @@ class _Conversation:
     """The tokens of an answered chat."""
 
     token_ids: "array[int]"
-    """All tokens but that which ended the answer."""
+    """All tokens except the one that ended the answer."""
     end_text: str
     """Text of the token that ended the answer; only some templates write it."""
     end_ids: tuple[int, ...]
 
 
 class PromptEncoder:
-    """Encode the prompts of a model, by its tokenizer, or for pictures by its processor."""
+    """Encode prompts with the model's tokenizer, or with its processor for pictures."""
 
     def __init__(self, tokenizer: Any, options: ServerOptions) -> None:
-        self._templates, self._options = tokenizer, options
+        self._templates = tokenizer
+        self._options = options
         self._takes_images = is_processor(tokenizer)
         self._tokenizer = text_tokenizer(tokenizer)
         self._known: OrderedDict[str, _Conversation] = OrderedDict()
         self._num_known_tokens = 0
+
+    @property
+    def abilities(self) -> list[str]:
+        """Return the model's abilities, as Xinference names them."""
+        template = str(getattr(self._templates, "chat_template", None) or "")
+        found = ["generate"]
+        if template:
+            found.append("chat")
+        if "tools" in template:
+            found.append("tools")
+        if self._takes_images:
+            found.append("vision")
+        return found
 
     def encode_text(self, text: str) -> list[int]:
         """Return a text prompt's token ids, with the tokenizer's special tokens."""
@@ -82,7 +98,7 @@ class PromptEncoder:
     def encode_chat(
         self, messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
     ) -> EncodedChat:
-        """Apply the model's chat template, up to where the assistant answers.
+        """Apply the model's chat template, with the generation prompt at the end.
 
         Raises `ApiError` for a picture, `InvalidRequestError` for a chat that is refused.
         """
@@ -111,7 +127,7 @@ class PromptEncoder:
         return EncodedChat(text, self._continued(text))
 
     def _require_readable(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse pictures without a processor, and text that a processor takes for a picture."""
+        """Refuse pictures without a processor, and text that it would read as a picture."""
         if not self._takes_images:
             raise InvalidRequestError(
                 "the model reads no pictures, or is served without its processor; send text."
@@ -123,24 +139,30 @@ class PromptEncoder:
             )
 
     def remember(self, chat: EncodedChat, tokens: Sequence[int]) -> None:
-        """Keep an answered chat of text, for the next turn to begin with its tokens."""
+        """Store an answered text chat, so that the next turn can begin with its tokens."""
         if isinstance(chat.prompt, ImagePrompt):
             return
-        body, end = tuple(tokens[:-1]), tuple(tokens[-1:])
-        body_text, whole_text = self._decode(body), self._decode(tokens)
+        body = list(tokens[:-1])
+        end = tuple(tokens[-1:])
+        body_text = self._decode(body)
+        whole_text = self._decode(tokens)
         if not whole_text.startswith(body_text):
             # The last two tokens share a character.
-            body, end, body_text = tuple(tokens), (), whole_text
+            body = list(tokens)
+            end = ()
+            body_text = whole_text
         key = chat.text + body_text
-        token_ids = array("i", [*chat.token_ids, *body])
+        token_ids = array("i", chat.token_ids + body)
         self._forget(key)
-        self._known[key] = _Conversation(token_ids, whole_text[len(body_text) :], end)
+        end_text = whole_text[len(body_text) :]
+        self._known[key] = _Conversation(token_ids, end_text=end_text, end_ids=end)
         self._num_known_tokens += len(token_ids)
         while self._num_known_tokens > MAX_KNOWN_TOKENS or len(self._known) > MAX_KNOWN:
             self._forget(next(iter(self._known)))
 
     def _forget(self, key: str) -> None:
-        if (known := self._known.pop(key, None)) is not None:
+        known = self._known.pop(key, None)
+        if known is not None:
             self._num_known_tokens -= len(known.token_ids)
 
     def _continued(self, text: str) -> list[int]:
@@ -150,7 +172,8 @@ class PromptEncoder:
         if key is None:
             return plain
         self._known.move_to_end(key)
-        known, num_characters = self._known[key], len(key)
+        known = self._known[key]
+        num_characters = len(key)
         token_ids = list(known.token_ids)
         if known.end_text and text.startswith(known.end_text, num_characters):
             token_ids += known.end_ids
@@ -162,7 +185,9 @@ class PromptEncoder:
         return token_ids
 
     def _encode_part(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if not text:
+            return []
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -181,7 +206,8 @@ def _with_pictures(
         if part["type"] != "image_url":
             return part
         try:
-            if len(pictures) == (most := options.max_images):
+            most = options.max_images
+            if len(pictures) == most:
                 raise ValueError(f"one picture more than the {most} of a request that are allowed")
             pictures.append(_picture(part["image_url"]["url"], options))
         except ValueError as error:
@@ -189,10 +215,12 @@ def _with_pictures(
         return {"type": "image", "image": pictures[-1]}
 
     for at, message in enumerate(messages):
-        if isinstance(content := message.get("content"), list):
-            param = f"messages.{at}.content"
-            items = [read(item, f"{param}.{n}.image_url") for n, item in enumerate(content)]
-            message = {**message, "content": items}
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = []
+            for number, part in enumerate(content):
+                parts.append(read(part, f"messages.{at}.content.{number}.image_url"))
+            message = {**message, "content": parts}
         read_messages.append(message)
     return read_messages, pictures
 
@@ -208,7 +236,8 @@ def _picture(url: str, options: ServerOptions) -> Any:
             f"a picture is a URL of {', '.join(FORMATS)} in base64; others are not fetched"
         )
     # Four characters are three bytes.
-    num_bytes, most = (len(url) - heading.end()) * 3 // 4, options.max_image_bytes
+    num_bytes = (len(url) - heading.end()) * 3 // 4
+    most = options.max_image_bytes
     if num_bytes > most:
         size = f"about {num_bytes:,} bytes, and {most:,} are allowed"
         raise ValueError(f"the picture has {size}; send a smaller one")
@@ -233,21 +262,28 @@ def _picture(url: str, options: ServerOptions) -> Any:
 def _for_template(message: dict[str, Any], in_parts: bool) -> dict[str, Any]:
     """Return a message as templates expect it, with call arguments as objects.
 
-    Text is an item of a list with `in_parts`, as templates of processors have it, or else joined.
+    With `in_parts`, text becomes an item of a list, as processors' templates expect; otherwise text
+    parts are joined.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
-    if in_parts and isinstance(content, str):
-        content = [{"type": "text", "text": content}] if content else []
+    if in_parts and content == "":
+        content = []
+    elif in_parts and isinstance(content, str):
+        content = [{"type": "text", "text": content}]
     elif not in_parts and isinstance(content, list):
         content = "".join(part["text"] for part in content)
     plain["content"] = content
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
-            for call in calls
-        ]
+    calls = plain.get("tool_calls")
+    if calls:
+        plain["tool_calls"] = [_with_arguments(call) for call in calls]
     return plain
+
+
+def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call whose arguments are an object."""
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": _arguments(function)}}
 
 
 def _arguments(function: dict[str, Any]) -> Any:

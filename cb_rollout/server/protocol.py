@@ -5,10 +5,18 @@ read past its first faults: pydantic takes seconds and gigabytes to report each.
 """
 
 import re
-from itertools import islice
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cb_rollout.config.checks import whole_number
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
@@ -16,7 +24,8 @@ from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullErr
 T = TypeVar("T")
 
 # Each stop string is searched for after every token.
-MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
 
 # Most faults that the answer to an invalid body lists.
 MAX_FAULTS = 3
@@ -58,14 +67,19 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_few_faults(cls, value: Any) -> Any:
-        """Drop unknown fields but the first few, each of which is reported."""
+        """Keep only the first few unknown fields, because each is reported."""
         if not isinstance(value, dict):
             return value
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = list(islice((name for name in value if name not in fields), MAX_FAULTS + 1))
-        if len(unknown) <= MAX_FAULTS:
-            return value
-        return {name: value[name] for name in (*unknown[:MAX_FAULTS], *fields) if name in value}
+        kept = {}
+        num_unknown = 0
+        for name, content in value.items():
+            if name not in fields:
+                num_unknown += 1
+                if num_unknown > MAX_FAULTS:
+                    continue
+            kept[name] = content
+        return kept
 
 
 def _by_token(biases: dict[str, Any]) -> dict[int, float]:
@@ -77,6 +91,26 @@ def _by_token(biases: dict[str, Any]) -> dict[int, float]:
         return {whole_number(token): bias for token, bias in biases.items()}
     except ValueError as error:
         raise ValueError(f"a key is not a token id: {error}") from None
+
+
+def require_allowed(
+    refused: Mapping[str, tuple[Any, str]], value: Any, info: ValidationInfo
+) -> Any:
+    """Return the value of a field that has one effect only, or raise `ValueError`.
+
+    Args:
+        refused: by field, the value that it may have beside None, or several in a tuple, and the
+            reason why no other.
+        value: the field's value.
+        info: pydantic's, with the field's name.
+    """
+    assert info.field_name is not None
+    allowed, reason = refused[info.field_name]
+    values = allowed if isinstance(allowed, tuple) else (allowed,)
+    is_allowed = any(type(value) is type(each) and value == each for each in values)
+    if value is not None and not is_allowed:
+        raise ValueError(reason)
+    return value
 
 
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
@@ -136,7 +170,8 @@ class CompletionRequest(_TextRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
-    """vLLM's: respond with log-probabilities of the prompt's tokens, and of so many likely ones."""
+    """vLLM's: respond with log-probabilities of the prompt's tokens, and of this many likely
+    ones."""
 
 
 class TextPart(Strict):
@@ -209,16 +244,7 @@ class FunctionDefinition(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-    @field_validator("strict")
-    @classmethod
-    def _refuse_strict(cls, strict: bool | None) -> bool | None:
-        if strict:
-            raise ValueError(
-                "a call is parsed and not constrained; leave strict out, and check the arguments "
-                "of each call"
-            )
-        return strict
+    """Constrain the arguments of this function's calls by `parameters`."""
 
 
 class Tool(Strict):
@@ -378,18 +404,24 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status = status
+        self.message = message
+        self.param = param
 
     @property
     def body(self) -> dict[str, Any]:
         code = TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": code, "param": self.param, "code": code}}
+        error = {"message": self.message, "type": code, "param": self.param, "code": code}
+        # Xinference's client shows its user `detail`.
+        return {"error": error, "detail": self.message}
 
     @property
     def headers(self) -> dict[str, str]:
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
-        return {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status == 429 else {}
+        if self.status == 429:
+            return {"retry-after": str(RETRY_AFTER_SECONDS)}
+        return {}
 
 
 def as_api_error(error: Exception) -> ApiError:

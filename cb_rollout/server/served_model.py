@@ -1,7 +1,7 @@
-"""The served model: the way from a parsed body to sequences in the engine, within limits.
+"""Serve a model: turn parsed request bodies into engine sequences, within limits.
 
-Prompts are encoded and grammars compiled on threads of their own, so that a long prompt delays no
-stream; everything else runs on the server's asyncio thread.
+Prompts are encoded and grammars compiled on separate threads, so that a long prompt delays no
+stream. Everything else runs on the server's asyncio thread.
 """
 
 import copy
@@ -20,37 +20,39 @@ import torch
 from cb_rollout.compat.multimodal import text_tokenizer
 from cb_rollout.config.sampling import SamplingParams, resolved
 from cb_rollout.engine.images.processor import ImagePrompt
+from cb_rollout.engine.memory.device import max_requests_per_batch
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
+from cb_rollout.engine.service.plain_forwards import prompt_logprobs
 from cb_rollout.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from cb_rollout.integrations.xgrammar import XGrammar
 from cb_rollout.rollout.prompts import Encoded
 from cb_rollout.server import protocol
 from cb_rollout.server.detokenizer import Decode, TokenTable
+from cb_rollout.server.openai.tool_parser import ToolParser, strict_parameters
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.output_router import EngineControl, OutputRouter, Submission, on_thread
 from cb_rollout.server.prompt_encoder import EncodedChat, PromptEncoder
 from cb_rollout.server.protocol import ApiError
 from cb_rollout.server.rl.weight_updates import Sync, WeightUpdates
 from cb_rollout.server.sessions import Sessions
-from cb_rollout.server.tool_parser import ToolParser
+from cb_rollout.server.xinference import Launches
 
 T = TypeVar("T")
 
 # Fields of the same name and meaning in a body and in `SamplingParams`.
-SAME_NAME = {*protocol.Sampling.model_fields, "top_k"} - {"min_tokens"}
+SAME_NAME = (set(protocol.Sampling.model_fields) | {"top_k"}) - {"min_tokens"}
 
 # The time to compile a schema grows with its size, and a compilation cannot be stopped.
 MAX_SCHEMA_CHARACTERS = 1 << 16
 
 
 class ServedModel:
-    """The model as requests see it; used on the asyncio thread that called `start`.
+    """The served model; used on the asyncio thread that called `start`.
 
-    The arguments are those of `start_server`. Each thread has a copy of the tokenizer, for a fast
-    tokenizer raises if two threads encode at once. Raises `ConfigurationError` where weight updates
-    are allowed, and the model takes none.
+    Each thread has a copy of the tokenizer, because a fast tokenizer raises if two threads encode
+    at once.
     """
 
     def __init__(
@@ -61,7 +63,20 @@ class ServedModel:
         trained: torch.nn.Module | None,
         sync_weights: Sync | None,
     ) -> None:
-        self.manager, self.options = manager, options
+        """Prepare to serve a manager's model.
+
+        Args:
+            manager: samples.
+            tokenizer: the model's, or its processor.
+            options: those of `start_server`.
+            trained: the model whose weights updates write, maybe wrapped; None: there is none.
+            sync_weights: begins a policy version with them; None: there is none.
+
+        Raises:
+            ConfigurationError: weight updates are allowed, and the model takes none.
+        """
+        self.manager = manager
+        self.options = options
         self.weights: WeightUpdates | None = None
         """Receives weight updates; None: they are refused."""
         if options.allow_weight_updates:
@@ -74,6 +89,9 @@ class ServedModel:
         self.encoder = PromptEncoder(copy.deepcopy(tokenizer), options)
         tokenizer = text_tokenizer(tokenizer)
         self.sessions = Sessions()
+        by_device = max_requests_per_batch(manager.model.device)
+        max_num_seqs = manager.config.max_requests_per_batch or by_device
+        self.launches = Launches(manager.model, options.model_name, max_num_seqs)
         self.is_ending = False
         """True once the server drains: new requests are refused."""
         self.created = int(time.time())
@@ -93,7 +111,7 @@ class ServedModel:
         self.control = EngineControl(self.manager, self.output_router)
 
     def stop(self) -> None:
-        """End the threads; the manager goes on."""
+        """End the threads; the manager keeps running."""
         self.control.stop()
         if self.weights is not None:
             self.weights.stop()
@@ -101,7 +119,7 @@ class ServedModel:
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
 
     def require_ready(self) -> None:
-        """Raise 503 where no request would be generated."""
+        """Raise 503 if the engine cannot generate."""
         if self.is_ending:
             raise ApiError(503, "the server is ending; send it to another, or again later.")
         if not self.manager.loop.is_alive:
@@ -111,19 +129,31 @@ class ServedModel:
 
     @property
     def max_model_len(self) -> int:
-        """Return the most tokens of a sequence, prompt and completion together."""
+        """Return the maximum tokens of a sequence, including prompt and completion."""
         limits = self.manager.limits
         return min(limits.max_cached_tokens(), limits.max_positions or limits.max_cached_tokens())
 
+    @property
+    def names(self) -> list[str]:
+        """Return the valid values of `model`: the names of the model, then its adapters."""
+        names = self.launches.names
+        return [*names, *(name for name in self.manager.limits.adapters() if name not in names)]
+
     def require_known(self, model: str | None) -> None:
         """Raise 404 for the name of another model."""
-        if model not in (None, name := self.options.model_name):
-            why = f"the model {model!r:.100} does not exist; this server has {name!r}."
+        if model is not None and model not in self.launches.names and model not in self.names:
+            has = ", ".join(map(repr, [self.options.model_name, *self.manager.limits.adapters()]))
+            why = f"the model {model!r:.100} does not exist; this server has {has}."
             raise ApiError(404, why, "model")
 
+    def adapter_of(self, model: str | None) -> str | None:
+        """Return the adapter that a known `model` names; None: it names the model itself."""
+        return None if model is None or model in self.launches.names else model
+
     def require_few(self, num_prompts: int, n: int) -> None:
-        """Raise 400 for more sequences of a request than are allowed."""
-        count, most = num_prompts * n, self.options.max_sequences
+        """Raise 400 if a request has too many sequences."""
+        count = num_prompts * n
+        most = self.options.max_sequences
         if count > most:
             raise ApiError(400, f"{count} sequences are more than the {most} allowed.", "n")
 
@@ -135,18 +165,28 @@ class ServedModel:
             raise InvalidRequestError("the text cannot be encoded; is it valid Unicode?") from error
 
     def remember(self, chat: EncodedChat, tokens: list[int]) -> None:
-        """Keep an answered chat, for its next turn to begin with these tokens."""
+        """Store an answered chat, so that its next turn can begin with these tokens."""
         self._encoder_thread.submit(self.encoder.remember, chat, tokens)
 
     async def sampling_params(
         self,
         body: protocol.CompletionRequest | protocol.ChatCompletionRequest | protocol.TokenSampling,
+        model: str | None,
     ) -> SamplingParams:
-        """Return the sampling parameters of a body, with its grammar compiled."""
+        """Return the sampling parameters of a body, with its grammar compiled.
+
+        Args:
+            body: the request's body, or its part with the sampling parameters.
+            model: the request's `model`, which is known.
+        """
         asks_logprobs = body.logprobs is not None and body.logprobs is not False
         if asks_logprobs and not self.manager.config.return_logprobs:
             raise ApiError(400, "this server keeps no log-probabilities.", "logprobs")
-        fields = {name: x for name in SAME_NAME if (x := getattr(body, name)) is not None}
+        fields: dict[str, Any] = {}
+        for name in SAME_NAME:
+            value = getattr(body, name)
+            if value is not None:
+                fields[name] = value
         if fields.get("top_k") == -1:
             # vLLM's other word for no truncation.
             fields["top_k"] = 0
@@ -154,42 +194,59 @@ class ServedModel:
         fields["do_sample"] = True
         if body.min_tokens is not None:
             fields["min_new_tokens"] = body.min_tokens
-        max_new_tokens, top_logprobs = body.max_tokens, body.logprobs
         if isinstance(body, protocol.ChatCompletionRequest):
             max_new_tokens = body.max_completion_tokens or body.max_tokens
             top_logprobs = body.top_logprobs
-            fields["grammar"] = await self._grammar(body.response_format)
+            fields["grammar"] = await self._grammar_of_chat(body)
+        else:
+            max_new_tokens = body.max_tokens
+            top_logprobs = body.logprobs
         defaults = self.manager.defaults
+        fields["adapter"] = self.adapter_of(model)
         fields["top_logprobs"] = top_logprobs or 0
         fields["max_new_tokens"] = max_new_tokens or defaults.max_new_tokens
         return resolved(replace(defaults, **fields), defaults)
 
-    async def _grammar(self, form: protocol.ResponseFormat | None) -> XGrammar | None:
-        if form is None or form.type == "text":
-            return None
-        compile_it, param = XGrammar.from_json, "response_format"
-        vocab_size = self.manager.limits.vocab_size()
-        if form.type == "json_schema":
+    async def _grammar_of_chat(self, body: protocol.ChatCompletionRequest) -> XGrammar | None:
+        """Compile the grammar of a chat's `response_format` or strict tools, if it has any."""
+        form = body.response_format
+        if form is not None and form.type == "json_object":
+            return await self._compiled(XGrammar.from_json, "response_format")
+        if form is not None and form.type == "json_schema":
             if form.json_schema is None or form.json_schema.json_schema is None:
-                raise ApiError(400, "response_format has no json_schema.schema.", param)
+                why = "response_format has no json_schema.schema."
+                raise ApiError(400, why, "response_format")
             schema = json.dumps(form.json_schema.json_schema)
-            if (size := len(schema)) > MAX_SCHEMA_CHARACTERS:
-                why = f"the JSON schema has {size:,} characters of {MAX_SCHEMA_CHARACTERS:,}."
-                raise ApiError(400, why, param)
+            _require_short_schema(schema, "response_format")
             compile_it = partial(XGrammar.from_json_schema, schema)
+            return await self._compiled(compile_it, "response_format")
+        functions = [tool.function for tool in body.tools or ()]
+        is_strict = any(function.strict for function in functions)
+        if body.tool_choice == "none" or not is_strict:
+            return None
+        if self.tool_parser.has_template:
+            why = "the model writes tool calls in a form of its own; leave strict out of its tools."
+            raise ApiError(400, why, "tools")
+        parameters = strict_parameters(functions)
+        _require_short_schema(json.dumps(parameters), "tools")
+        return await self._compiled(partial(XGrammar.from_tool_calls, parameters), "tools")
+
+    async def _compiled(self, compile_it: Callable[..., XGrammar], param: str) -> XGrammar:
+        """Compile a grammar on its thread; 400: it cannot be compiled, or xgrammar is missing."""
+        vocab_size = self.manager.limits.vocab_size()
         try:
             return await on_thread(self._grammar_thread, compile_it, self._compiling, vocab_size)
         except (ImportError, InvalidRequestError) as error:
             raise ApiError(400, f"{param}: {error}", param) from error
 
     async def prompt_logprobs(
-        self, prompts: Sequence[list[int]], num: int, temperature: float
+        self, prompts: Sequence[list[int]], num: int, temperature: float, adapter: str | None
     ) -> list[list[dict[int, tuple[float, int]]]]:
-        """Score prompts by plain forwards between two steps of the engine, each by itself."""
+        """Score each prompt in a separate plain forward between two steps of the engine."""
 
         def score(prompt: list[int]) -> list[dict[int, tuple[float, int]]]:
-            with self.manager.loop.paused():
-                return self.manager.engine.prompt_logprobs(prompt, temperature, num)
+            with self.manager.loop.paused(runs_module=True):
+                return prompt_logprobs(self.manager.engine, prompt, temperature, num, adapter)
 
         return [await self.control.run(partial(score, prompt)) for prompt in prompts]
 
@@ -202,40 +259,72 @@ class ServedModel:
         client_id: str | None,
         session_id: str | None,
     ) -> Submission:
-        """Queue `n` sequences of each prompt, those of a prompt adjacent, for a session or none.
+        """Queue sequences of prompts, those of a prompt adjacent.
 
-        Raises `ApiError` beyond a limit of the server or without the session, `RolloutError` where
-        the engine refuses.
+        Args:
+            prompts: token ids, with images where there are some.
+            params: sampling parameters of all.
+            n: sequences of each prompt.
+            is_streaming: True: unfinished sequences are delivered too, after each step.
+            client_id: the client's name for the request; None: it has no name.
+            session_id: name of the session that records the outputs; None: they are not recorded.
+
+        Raises:
+            ApiError: the request exceeds a limit of the server, or there is no such session.
+            RolloutError: the engine refuses.
         """
         self.require_ready()
         self.require_few(len(prompts), n)
         session = None if session_id is None else self.sessions.get(session_id)
-        lengths = [len(p.token_ids if isinstance(p, ImagePrompt) else p) for p in prompts]
-        longest, limit = max(lengths), self.options.max_prompt_tokens
+        longest = max(map(_num_tokens, prompts))
+        limit = self.options.max_prompt_tokens
         if limit is not None and longest > limit:
             raise ApiError(400, f"the prompt has {longest} tokens; {limit} are allowed.", "prompt")
         create = partial(self.manager.create_requests, members=range(n), is_streaming=is_streaming)
         each = [params] * len(prompts)
-        if any(isinstance(prompt, ImagePrompt) and prompt.num_images for prompt in prompts):
-            # The first pictures run a forward.
+        if any(map(_has_images, prompts)) or params.adapter is not None:
+            # The first pictures, and the first sequence of an adapter, run a forward.
             try:
                 requests = await on_thread(self._encoder_thread, create, prompts, each)
             except ConfigurationError as error:
+                if params.adapter is not None:
+                    raise ApiError(400, str(error), "model") from error
                 why = f"the model runs no such pictures here: {error}"
                 raise ApiError(400, why, "messages") from error
         else:
             requests = create(prompts, each)
         for request in requests:
             request.group = _group_of(request)
-        return self.output_router.submit(requests, client_id, session)
+        submission = self.output_router.submit(requests, client_id, session)
+        if client_id is not None and self.control.is_blocked(client_id):
+            await self.control.abort([client_id])
+        return submission
+
+
+def _num_tokens(prompt: Encoded) -> int:
+    if isinstance(prompt, ImagePrompt):
+        return len(prompt.token_ids)
+    return len(prompt)
+
+
+def _has_images(prompt: Encoded) -> bool:
+    return isinstance(prompt, ImagePrompt) and prompt.num_images > 0
+
+
+def _require_short_schema(text: str, param: str) -> None:
+    size = len(text)
+    if size > MAX_SCHEMA_CHARACTERS:
+        why = f"the JSON schema has {size:,} characters of {MAX_SCHEMA_CHARACTERS:,}."
+        raise ApiError(400, why, param)
 
 
 def _group_of(request: Request) -> int:
-    """Return a number of the prompt, below those of the input processor.
+    """Return a number of the prompt and adapter, below those of the input processor.
 
     Equal prompts that wait together are prefilled once, even from different clients.
     """
     pictures = b"" if request.images is None else request.images.digest
     token_ids = array("q", request.prompt_ids).tobytes()
-    digest = hashlib.blake2b(token_ids + pictures, digest_size=16).digest()
+    adapter = repr(request.params.adapter).encode()
+    digest = hashlib.blake2b(token_ids + pictures + adapter, digest_size=16).digest()
     return -1 - int.from_bytes(digest)

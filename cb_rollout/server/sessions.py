@@ -19,7 +19,7 @@ MAX_SESSIONS = 4096
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One conversation of an agent, or several of which each begins with the same tokens."""
+    """One conversation of an agent, or several that begin with the same tokens."""
 
     id: str
     base_url: str
@@ -28,11 +28,11 @@ class Session:
     outputs: list[GenerationOutput] = field(default_factory=list)
     """The answered calls, in the order of their ends."""
     reward: float | None = None
-    """None: the session goes on."""
+    """None: the session has not ended."""
     _ended: threading.Event = field(default_factory=threading.Event)
 
     def record(self, output: GenerationOutput) -> None:
-        """Add an answered call; after the end it is too late."""
+        """Add an answered call, unless the session has ended."""
         if not self._ended.is_set():
             self.outputs.append(output)
             self.trajectory.add_turn(
@@ -65,7 +65,7 @@ class Sessions:
         self._sessions: dict[str, Session] = {}
 
     def open(self) -> Session:
-        """Open a session, or raise 429 where as many are open as one server keeps."""
+        """Open a session, or raise 429 if the maximum number is open."""
         if len(self._sessions) >= MAX_SESSIONS:
             raise ApiError(429, f"{MAX_SESSIONS} sessions are open; DELETE some.", "session")
         name = uuid.uuid4().hex
@@ -79,6 +79,7 @@ class Sessions:
 
     def get(self, name: str) -> Session:
         """Return an open session, or raise 404."""
-        if (session := self._sessions.get(name)) is None:
+        session = self._sessions.get(name)
+        if session is None:
             raise ApiError(404, f"there is no open session {name!r:.100}.", "session")
         return session

@@ -1,4 +1,4 @@
-"""Define groups of completions, and strategies: which to submit, to keep and to carry over.
+"""Define groups of completions, and strategies that decide which are submitted and kept.
 
 A strategy holds settings and no state; `GroupCollector` acts on them. Loads no torch.
 """
@@ -15,11 +15,11 @@ class Group:
     """Completions of a prompt, scored together."""
 
     number: int
-    """Counts the groups of one collector, from 0, in the order of their prompts."""
+    """Index of the group in its collector, from 0, in the order of the prompts."""
     prompt: Any
-    """The item of the prompt source, whole: a prompt, or a row that holds one."""
+    """The item from the prompt source: a prompt, or the row that contains it."""
     outputs: list[GenerationOutput] = field(default_factory=list)
-    """All finished; as many as were asked for, or fewer where the strategy allows it."""
+    """Finished outputs: as many as requested, or fewer if the strategy allows it."""
     rewards: list[float] = field(default_factory=list)
 
     @property
@@ -29,7 +29,9 @@ class Group:
     @property
     def policy_version(self) -> int | None:
         """The oldest version that sampled a token; None: the group has no token."""
-        versions = [version for output in self.outputs for version, _ in output.policy_versions]
+        versions: list[int] = []
+        for output in self.outputs:
+            versions += [version for version, _ in output.policy_versions]
         return min(versions, default=None)
 
     @property
@@ -39,34 +41,33 @@ class Group:
 
     def token_staleness(self, policy_version: int) -> list[int]:
         """Return each token's age in versions before `policy_version`, in order."""
-        return [
-            policy_version - version
-            for output in self.outputs
-            for version, num_tokens in output.policy_versions
-            for _ in range(num_tokens)
-        ]
+        ages: list[int] = []
+        for output in self.outputs:
+            for version, num_tokens in output.policy_versions:
+                ages += [policy_version - version] * num_tokens
+        return ages
 
 
 class Strategy:
-    """Base of all strategies: submits what is wanted and drops nothing.
+    """Base of all strategies: submits the requested groups and drops nothing.
 
-    A subclass turns the attributes that it decides into dataclass fields.
+    A subclass declares the attributes that it changes as dataclass fields.
     """
 
     num_extra_groups: int = 0
-    """Groups in flight beyond those still wanted."""
+    """Number of groups in flight beyond those that the step still needs."""
     num_extra_members: int = 0
-    """Completions of each prompt beyond a group's size; the first to finish make the group."""
+    """Completions per prompt beyond the group size; the first to finish form the group."""
     carries: bool = False
-    """True: unfinished groups go on in the next step. False: they are cancelled."""
+    """True: unfinished groups continue in the next step. False: they are cancelled."""
     max_staleness: int | None = None
-    """Most policy versions that a carried group may last; an older one starts over."""
+    """Maximum age of a carried group in policy versions; an older one starts over."""
     max_dropped_groups: int = 0
-    """Most groups replaced by others in a step."""
+    """Maximum number of groups that are replaced in a step."""
     max_retries: int = 0
-    """Further tries of a completion that failed or could not be scored."""
+    """Maximum retries of a completion that failed or could not be scored."""
     min_group_size: int | None = None
-    """Fewest scored completions that still make a group; None: all of them."""
+    """Minimum number of scored completions in a group; None: all of them."""
 
     def decisions(self) -> dict[str, Any]:
         """Return the values of all settings above, by name."""
@@ -78,7 +79,7 @@ class Strategy:
 
 
 def require_whole_numbers(strategy: Strategy, **least: int) -> None:
-    """Raise `ConfigurationError` for a setting that is not a whole number, or below its least."""
+    """Raise `ConfigurationError` unless each setting is a whole number in its range."""
     for name, low in least.items():
         value = getattr(strategy, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -89,12 +90,12 @@ def require_whole_numbers(strategy: Strategy, **least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Plain(Strategy):
-    """The default: each prompt's whole group, in order, whatever its rewards."""
+    """The default: keeps every group, in order, regardless of its rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicSampling(Strategy):
-    """Drops groups whose rewards are all equal, and submits another prompt at once for each.
+    """Drops groups whose rewards are all equal, and submits another prompt for each at once.
 
     After `max_dropped_groups` in one step, every further group is kept, so the step ends.
     From DAPO, arXiv 2503.14476.
@@ -112,9 +113,9 @@ class DynamicSampling(Strategy):
 
 @dataclass(frozen=True, kw_only=True)
 class OverSampling(Strategy):
-    """Submits more than is wanted, keeps the first complete groups and cancels the others.
+    """Submits more groups than needed, keeps the first complete ones and cancels the others.
 
-    The more extras, the more the kept groups are biased towards short completions.
+    The more extra groups, the stronger the bias of the kept ones towards short completions.
     """
 
     num_extra_groups: int = 4
@@ -124,8 +125,8 @@ class OverSampling(Strategy):
         require_whole_numbers(self, num_extra_groups=0, num_extra_members=0)
         if not self.num_extra_groups + self.num_extra_members:
             raise ConfigurationError(
-                "OverSampling with no extra groups and no extra members is Plain; raise "
-                "num_extra_groups or num_extra_members."
+                "OverSampling without extra groups or extra members does nothing; raise "
+                "num_extra_groups or num_extra_members, or use Plain()."
             )
 
 
@@ -133,7 +134,7 @@ class OverSampling(Strategy):
 class PartialRollouts(Strategy):
     """Takes the first complete groups and carries the others into the next step.
 
-    A carried sequence keeps its tokens, with their versions and log-probabilities, and goes on
+    A carried sequence keeps its tokens, with their versions and log-probabilities, and continues
     under the new weights. A group submitted more than `max_staleness` versions ago starts over.
     From Kimi k1.5, arXiv 2501.12599.
     """
@@ -151,10 +152,10 @@ class PartialRollouts(Strategy):
 class Retrying(Strategy):
     """Retries failed completions, then accepts a smaller group, then takes another prompt.
 
-    A completion fails when its generation does, when the reward raises, or gives None or NaN for
-    it. Each is tried `max_retries` times more. A group with at least `min_group_size` scored
-    completions is then kept with those, and any other is replaced, up to `max_dropped_groups` in
-    one step; past that the last failure is raised.
+    A completion fails if its generation fails, if the reward raises, or if the reward is None or
+    NaN. It is retried up to `max_retries` times. A group with at least `min_group_size` scored
+    completions is then kept with these. Any other group is replaced, at most `max_dropped_groups`
+    in one step; after that, the last failure is raised.
     """
 
     max_retries: int = 2

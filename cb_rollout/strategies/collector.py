@@ -1,22 +1,37 @@
-"""Collects complete, scored groups from a persistent engine, as a strategy decides.
+"""Collect complete, scored groups from a persistent engine, as a strategy decides.
 
-Owns the groups carried from a step to the next, and the count of every completion: each that was
-submitted is kept, dropped, cancelled, failed, or in flight. Called from one thread.
+Owns the groups carried from one step to the next, and counts every submitted completion as kept,
+dropped, cancelled, failed, or in flight. Called from one thread.
 """
 
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import Any
 
-from cb_rollout.errors import ConfigurationError, IncompleteRolloutError, RolloutError, error_text
+from cb_rollout.errors import (
+    ConfigurationError,
+    IncompleteRolloutError,
+    InvalidRequestError,
+    RolloutError,
+    error_text,
+)
 from cb_rollout.strategies.base import Group, Plain, Strategy
-from cb_rollout.strategies.groups_in_flight import CompletionStats, GroupsInFlight, PendingGroup
+from cb_rollout.strategies.groups_in_flight import (
+    CompletionStats,
+    GroupsInFlight,
+    PendingGroup,
+    restored_group,
+    saved_group,
+)
 from cb_rollout.strategies.request_stream import RequestStream
 from cb_rollout.types import GenerationOutput, RequestStatus
+
+# Version of the layout of a `state_dict`.
+STATE_FORMAT = 1
 
 Reward = Callable[[Any, list[GenerationOutput]], Sequence[float | None]]
 """Called with a prompt as the source gave it, and some of its completions; gives a number for each,
@@ -24,7 +39,7 @@ or None for one that cannot be scored."""
 
 
 class GroupCollector:
-    """Collector of complete groups, for one training step after another."""
+    """Collects complete groups for each training step."""
 
     def __init__(
         self,
@@ -39,14 +54,14 @@ class GroupCollector:
         """Submit nothing before `collect`.
 
         Args:
-            sampler: samples, for this collector alone.
-            prompts: token ids, text or chats; or mappings with "prompt", its "images" and what the
-                reward needs. May be endless; each is taken when it is submitted.
+            sampler: a sampler that only this collector uses.
+            prompts: token ids, text or chats; or mappings with "prompt", its "images" and columns
+                for the reward. May be endless; each is taken when it is submitted.
             reward: see `Reward`.
             strategy: None: `Plain()`.
             num_generations: completions of a group.
-            runs_while_training: let carried groups go on between two calls of `collect`; if not,
-                the engine sleeps then, as it must where it runs the training module.
+            runs_while_training: continue carried groups between two calls of `collect`. False: the
+                engine sleeps between calls, as it must if it runs the training module.
 
         Raises:
             ConfigurationError: `num_generations` does not fit the strategy; a wrong type.
@@ -56,11 +71,12 @@ class GroupCollector:
         least = self.strategy.min_group_size or 1
         if num_generations < least:
             raise ConfigurationError(
-                f"num_generations={num_generations} is below {least}, the fewest completions that "
-                "the strategy takes for a group; raise it, or lower min_group_size."
+                f"num_generations={num_generations} is below {least}, the smallest group that the "
+                "strategy accepts; raise it, or lower min_group_size."
             )
         self.stats = CompletionStats()
-        self._sampler, self._reward = sampler, reward
+        self._sampler = sampler
+        self._reward = reward
         self._prompts: Iterator[Any] = iter(prompts)
         self._num_generations = num_generations
         self._runs_while_training = runs_while_training
@@ -71,7 +87,7 @@ class GroupCollector:
 
     @property
     def num_in_flight(self) -> int:
-        """Count the completions of groups that are neither returned nor given up."""
+        """Number of completions in groups that are neither returned nor given up."""
         return sum(len(group.outputs) for group in self._kept) + self._in_flight.num_sequences()
 
     @property
@@ -84,17 +100,18 @@ class GroupCollector:
     def collect(self, num_groups: int) -> list[Group]:
         """Return the next complete groups, in the order of their prompts.
 
-        Fewer than `num_groups`, at last none, where the prompts come to an end. After an exception
-        nothing is in flight; only the group that failed is lost.
+        Returns fewer than `num_groups`, and finally none, when the prompts run out. After an
+        exception, nothing is in flight, and only the failed group is lost.
 
         Raises:
             IncompleteRolloutError: a completion failed and the strategy allows no more tries.
             RolloutError: a group could not be scored, and no more may be replaced.
-            Exception: whatever the reward raised, where the strategy does not retry it.
+            Exception: the reward's own exception, if the strategy does not retry.
         """
         if num_groups < 1:
             raise ConfigurationError(f"collect({num_groups}): ask for at least one group.")
-        before, started = replace(self.stats), time.perf_counter()
+        before = replace(self.stats)
+        started = time.perf_counter()
         try:
             self._sampler.wake()
             self._renew_stale()
@@ -106,7 +123,8 @@ class GroupCollector:
         except BaseException:
             self._restart(list(self._in_flight))
             raise
-        groups, self._kept = self._kept[:num_groups], self._kept[num_groups:]
+        groups = self._kept[:num_groups]
+        self._kept = self._kept[num_groups:]
         for group in groups:
             self.stats.groups_kept += 1
             self.stats.end("kept", group.outputs)
@@ -115,6 +133,76 @@ class GroupCollector:
 
     def metrics(self) -> dict[str, float]:
         return self._last_metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups in flight, with the state of their sequences, for `torch.save`.
+
+        "prompts" has the items of the prompt source, in the order of `prompts_held`. Save the
+        position in the source yourself; the generator's state has the random state.
+
+        Raises:
+            RolloutError: a pool samples, or an unfinished sequence is sampled under a grammar.
+        """
+        return {
+            "format": STATE_FORMAT,
+            "settings": self._settings(),
+            "policy_version": self._sampler.policy_version,
+            "stats": asdict(self.stats),
+            "prompts": self.prompts_held,
+            "kept": [saved_group(group) for group in self._kept],
+            "in_flight": self._in_flight.state_dict(),
+            "sequences": self._sampler.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the groups of a `state_dict`; call it before the first `collect`.
+
+        Load the weights of that step first. If the generator's policy versions are higher, the
+        saved versions are renumbered, so that each token keeps its age.
+
+        Raises:
+            InvalidRequestError: the state is from another version of cb_rollout, or another
+                strategy.
+            RolloutError: groups are in flight, or a pool samples.
+        """
+        obstacle = self.obstacle_to(state)
+        if obstacle is not None:
+            raise InvalidRequestError(f"{obstacle}; begin anew, or load it as it was saved.")
+        if self.num_in_flight:
+            raise RolloutError(
+                f"{self.num_in_flight} completions are in flight; load a state before the first "
+                "collect(), or after close()."
+            )
+        if not self._runs_while_training:
+            self._sampler.sleep()
+        num_versions = self._sampler.policy_version - state["policy_version"]
+        prompts = list(state["prompts"])
+        num_kept = len(state["kept"])
+        num_held = num_kept + len(state["in_flight"]["groups"])
+        for saved, prompt in zip(state["kept"], prompts[:num_kept], strict=True):
+            self._kept.append(restored_group(saved, prompt, num_versions))
+        self._in_flight.load_state_dict(
+            state["in_flight"], prompts[num_kept:num_held], num_versions
+        )
+        self._returned_prompts.extend(prompts[num_held:])
+        for name, count in state["stats"].items():
+            setattr(self.stats, name, count)
+        self._sampler.load_state_dict(state["sequences"], num_versions)
+
+    def obstacle_to(self, state: Any) -> str | None:
+        """Return why a state cannot be loaded, as a clause; None: it can."""
+        found = state.get("format") if isinstance(state, Mapping) else None
+        if found != STATE_FORMAT:
+            return f"the state of the strategy has format {found!r}, and {STATE_FORMAT} is read"
+        if state["settings"] != self._settings():
+            return (
+                f"the state is of {state['settings']}, and the strategy now is {self._settings()}"
+            )
+        return None
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the settings that decide what is submitted."""
+        return self.strategy.decisions() | {"num_generations": self._num_generations}
 
     def close(self) -> None:
         """Cancel all groups in flight; prompts that were taken from the source are given up."""
@@ -137,7 +225,8 @@ class GroupCollector:
             if group is None:
                 continue
             may_drop = num_dropped < self.strategy.max_dropped_groups
-            if self._is_scored(group, may_drop) and (self.strategy.keeps(group) or not may_drop):
+            is_scored = self._is_scored(group, may_drop)
+            if is_scored and (self.strategy.keeps(group) or not may_drop):
                 self._kept.append(group)
             else:
                 num_dropped += 1
@@ -146,14 +235,16 @@ class GroupCollector:
 
     def _submit_up_to(self, num_groups: int) -> None:
         """Submit groups until `num_groups` are in flight, or no prompts are left."""
-        strategy, returned = self.strategy, self._returned_prompts
-        num_sequences = self._num_generations + strategy.num_extra_members
-        num_retries = strategy.max_retries * self._num_generations
+        num_sequences = self._num_generations + self.strategy.num_extra_members
+        num_retries = self.strategy.max_retries * self._num_generations
         while len(self._in_flight) < num_groups:
-            try:
-                prompt = returned.popleft() if returned else next(self._prompts)
-            except StopIteration:
-                return
+            if self._returned_prompts:
+                prompt = self._returned_prompts.popleft()
+            else:
+                try:
+                    prompt = next(self._prompts)
+                except StopIteration:
+                    return
             self._in_flight.submit(prompt, num_sequences, num_retries)
 
     def _next_complete(self) -> Group | None:
@@ -182,17 +273,18 @@ class GroupCollector:
             self.stats.retries += 1
             self._in_flight.submit_more(pending, 1)
         elif self.strategy.min_group_size is None:
-            outputs = {ended.request_id: ended for ended in [*group.outputs, output]}
+            outputs = {ended.request_id: ended for ended in group.outputs}
+            outputs[output.request_id] = output
             self._in_flight.cancel([pending])
             raise IncompleteRolloutError(
                 f"{output.request_id} of group {group.number} could not be produced: "
                 f"{output.error or output.status.value} (The strategy Retrying tries again, or "
-                "does without.)",
+                "continues without it.)",
                 outputs,
             )
 
     def _is_scored(self, group: Group, may_drop: bool) -> bool:
-        """Score a group, and leave outputs without a reward out of it."""
+        """Score a group, and drop its outputs without a reward."""
         outputs = group.outputs
         try:
             rewards, cause = self._rewards(group.prompt, outputs)
@@ -201,9 +293,16 @@ class GroupCollector:
             raise
         least = self.strategy.min_group_size or self._num_generations
         if len(rewards) >= least:
-            self.stats.end("dropped", [o for o in outputs if o.request_id not in rewards])
-            group.outputs = [o for o in outputs if o.request_id in rewards]
-            group.rewards = [rewards[o.request_id] for o in group.outputs]
+            scored = []
+            unscored = []
+            for output in outputs:
+                if output.request_id in rewards:
+                    scored.append(output)
+                else:
+                    unscored.append(output)
+            self.stats.end("dropped", unscored)
+            group.outputs = scored
+            group.rewards = [rewards[output.request_id] for output in scored]
             return True
         if may_drop:
             return False
@@ -212,8 +311,8 @@ class GroupCollector:
         raise RolloutError(
             f"{len(rewards)} of {self._num_generations} completions of group {group.number} could "
             f"be generated and scored, and the strategy needs {least}{raised}. The strategy "
-            "Retrying tries again (max_retries), takes smaller groups (min_group_size) and other "
-            "prompts (max_dropped_groups)."
+            "Retrying can try again (max_retries), accept smaller groups (min_group_size), or move "
+            "on to other prompts (max_dropped_groups)."
         ) from cause
 
     def _rewards(
@@ -226,7 +325,8 @@ class GroupCollector:
         for num_tries in range(self.strategy.max_retries + 1):
             if not missing:
                 break
-            self.stats.retries += num_tries > 0
+            if num_tries:
+                self.stats.retries += 1
             try:
                 returned = self._reward(prompt, missing)
             except Exception as error:
@@ -234,7 +334,8 @@ class GroupCollector:
                     raise
                 cause = error
                 continue
-            for output, number in zip(missing, _numbers(returned, len(missing)), strict=True):
+            numbers = _numbers(returned, len(missing))
+            for output, number in zip(missing, numbers, strict=True):
                 if not math.isnan(number):
                     rewards[output.request_id] = number
             missing = [output for output in missing if output.request_id not in rewards]
@@ -246,9 +347,15 @@ class GroupCollector:
             return
         oldest = self._sampler.policy_version - self.strategy.max_staleness
         self._restart([pending for pending in self._in_flight if pending.policy_version < oldest])
-        versions = [(group, group.policy_version) for group in self._kept]
-        stale = [group for group, version in versions if version is not None and version < oldest]
-        self._kept = [group for group in self._kept if group not in stale]
+        fresh = []
+        stale = []
+        for group in self._kept:
+            version = group.policy_version
+            if version is None or version >= oldest:
+                fresh.append(group)
+            else:
+                stale.append(group)
+        self._kept = fresh
         for group in stale:
             self.stats.groups_cancelled += 1
             self.stats.end("cancelled", group.outputs)
@@ -263,7 +370,11 @@ class GroupCollector:
     ) -> dict[str, float]:
         added = self.stats.since(before)
         version = self._sampler.policy_version
-        staleness = [age for group in groups for age in group.token_staleness(version)] or [0]
+        staleness: list[int] = []
+        for group in groups:
+            staleness += group.token_staleness(version)
+        if not staleness:
+            staleness = [0]
         return {
             "rollout/seconds": seconds,
             "rollout/useful_tokens_per_second": added.tokens_kept / seconds,
@@ -279,7 +390,7 @@ class GroupCollector:
 
 
 def _numbers(returned: Any, num_outputs: int) -> list[float]:
-    """Return a reward's numbers, one a completion, NaN for None."""
+    """Return a reward's numbers, one per completion, with NaN for None."""
     try:
         numbers = [math.nan if value is None else float(value) for value in returned]
         if len(numbers) == num_outputs:
@@ -288,8 +399,8 @@ def _numbers(returned: Any, num_outputs: int) -> list[float]:
     except (TypeError, ValueError) as error:
         cause = error
     raise RolloutError(
-        f"the reward gave {returned!r:.60} for {num_outputs} completions of one prompt; it must "
-        "give a list of one number for each, None for one that cannot be scored."
+        f"the reward gave {returned!r:.60} for {num_outputs} completions of one prompt; return a "
+        "list with one number per completion, or None for one that cannot be scored."
     ) from cause
 
 
@@ -304,5 +415,5 @@ def _require_kinds(prompts: Any, reward: Any, strategy: Any) -> None:
         )
     if not isinstance(strategy, Strategy):
         raise ConfigurationError(
-            f"strategy={strategy!r} is no strategy; make one, as DynamicSampling()."
+            f"strategy={strategy!r} is not a strategy; pass an instance, such as DynamicSampling()."
         )

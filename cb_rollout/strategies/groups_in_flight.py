@@ -1,7 +1,7 @@
-"""Track groups whose completions are still generated, and count how each completion ends.
+"""Track groups whose completions are still being generated, and count how each ends.
 
-Owns the map from sequences to groups, and delivers and counts the end of each sequence once.
-Decides nothing. Called from one thread.
+Owns the map from sequences to groups, and delivers and counts the end of each sequence once. Makes
+no decisions. Called from one thread.
 """
 
 from collections import deque
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from cb_rollout.engine.service.saved_requests import restored_output, saved_output
 from cb_rollout.errors import EngineDeadError, InvalidRequestError
 from cb_rollout.strategies.base import Group
 from cb_rollout.strategies.request_stream import RequestStream
@@ -26,9 +27,9 @@ class CompletionStats:
     kept: int = 0
     """In a group that was returned."""
     dropped: int = 0
-    """Finished, and not trained on: no advantage, no reward, or too few others in the group."""
+    """Finished, but not trained on: no advantage, no reward, or too small a group."""
     cancelled: int = 0
-    """Of groups that were cancelled, or more than their group needed."""
+    """Cancelled with their group, or not needed by it."""
     failed: int = 0
     tokens_kept: int = 0
     tokens_discarded: int = 0
@@ -36,7 +37,7 @@ class CompletionStats:
     groups_dropped: int = 0
     groups_cancelled: int = 0
     retries: int = 0
-    """Completions generated again, and calls of the reward after the first for a group."""
+    """Repeated generations of completions, and repeated reward calls for a group."""
 
     def end(self, how: End, outputs: Sequence[GenerationOutput]) -> None:
         """Count completions that end in this way, and their tokens."""
@@ -50,7 +51,8 @@ class CompletionStats:
     def since(self, earlier: "CompletionStats") -> "CompletionStats":
         """Return the counts added after `earlier`."""
         before = asdict(earlier)
-        return CompletionStats(**{name: n - before[name] for name, n in asdict(self).items()})
+        added = {name: count - before[name] for name, count in asdict(self).items()}
+        return CompletionStats(**added)
 
 
 @dataclass(slots=True)
@@ -64,11 +66,35 @@ class PendingGroup:
     pending: list[str] = field(default_factory=list)
 
 
+State = dict[str, Any]
+"""Plain data and tensors, for `torch.save`."""
+
+
+def saved_group(group: Group) -> State:
+    """Return a group without its prompt as plain data."""
+    return {
+        "number": group.number,
+        "outputs": [saved_output(output) for output in group.outputs],
+        "rewards": list(group.rewards),
+    }
+
+
+def restored_group(state: Mapping[str, Any], prompt: Any, num_versions: int) -> Group:
+    """Return a saved group; `num_versions` is added to the versions of its tokens."""
+    return Group(
+        number=state["number"],
+        prompt=prompt,
+        outputs=[restored_output(saved, num_versions) for saved in state["outputs"]],
+        rewards=list(state["rewards"]),
+    )
+
+
 class GroupsInFlight:
     """Pending groups by number, over a sampler."""
 
     def __init__(self, sampler: RequestStream, stats: CompletionStats) -> None:
-        self._sampler, self._stats = sampler, stats
+        self._sampler = sampler
+        self._stats = stats
         self._num_groups = 0
         self._groups: dict[int, PendingGroup] = {}
         self._group_of: dict[str, PendingGroup] = {}
@@ -89,12 +115,13 @@ class GroupsInFlight:
         self._num_groups += 1
 
     def submit_more(self, pending: PendingGroup, num_sequences: int) -> None:
-        prompt = row = pending.group.prompt
+        row = pending.group.prompt
+        prompt = row
         if isinstance(row, Mapping):
             if "prompt" not in row:
                 raise InvalidRequestError(
                     f"a row has no 'prompt', only {', '.join(map(repr, row))}; rename the key that "
-                    "holds it."
+                    "holds the prompt."
                 )
             prompt = row["prompt"]
             if row.get("images") is not None:
@@ -104,15 +131,55 @@ class GroupsInFlight:
         self._group_of |= dict.fromkeys(request_ids, pending)
         self._stats.submitted += num_sequences
 
+    def state_dict(self) -> State:
+        """Return the groups without their prompts, first submitted first."""
+        groups: list[State] = []
+        for pending in self:
+            saved = saved_group(pending.group) | {
+                "policy_version": pending.policy_version,
+                "num_retries_left": pending.num_retries_left,
+                "pending": list(pending.pending),
+            }
+            groups.append(saved)
+        return {
+            "num_groups": self._num_groups,
+            "groups": groups,
+            "backlog": [saved_output(output) for output in self._backlog],
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], prompts: Sequence[Any], num_versions: int
+    ) -> None:
+        """Restore saved groups, whose sequences continue in the sampler.
+
+        Args:
+            state: what `state_dict` returned.
+            prompts: one for each group.
+            num_versions: added to the number of each policy version.
+        """
+        self._num_groups = state["num_groups"]
+        for saved, prompt in zip(state["groups"], prompts, strict=True):
+            pending = PendingGroup(
+                group=restored_group(saved, prompt, num_versions),
+                policy_version=saved["policy_version"] + num_versions,
+                num_retries_left=saved["num_retries_left"],
+                pending=list(saved["pending"]),
+            )
+            self._groups[pending.group.number] = pending
+            self._group_of |= dict.fromkeys(pending.pending, pending)
+        self._backlog.extend(restored_output(saved, num_versions) for saved in state["backlog"])
+
     def next_output(self) -> tuple[PendingGroup, GenerationOutput]:
         """Wait for the next sequence to end; it is no longer pending."""
+        if not self._backlog:
+            self._sampler.wait()
         output = self._next()
         pending = self._group_of.pop(output.request_id)
         pending.pending.remove(output.request_id)
         return pending, output
 
     def complete(self, pending: PendingGroup) -> Group:
-        """Take a group out, and cancel the sequences that it does not need any more."""
+        """Remove a complete group, and cancel its surplus sequences."""
         del self._groups[pending.group.number]
         self._cancel_sequences(pending.pending)
         return pending.group
@@ -123,17 +190,27 @@ class GroupsInFlight:
         for pending in groups:
             del self._groups[pending.group.number]
             self._stats.end("cancelled", pending.group.outputs)
-        self._cancel_sequences([request_id for pending in groups for request_id in pending.pending])
+        request_ids: list[str] = []
+        for pending in groups:
+            request_ids += pending.pending
+        self._cancel_sequences(request_ids)
 
     def num_sequences(self) -> int:
-        return sum(len(p.pending) + len(p.group.outputs) for p in self._groups.values())
+        num_sequences = 0
+        for pending in self._groups.values():
+            num_sequences += len(pending.pending) + len(pending.group.outputs)
+        return num_sequences
 
     def _next(self) -> GenerationOutput:
-        return self._backlog.popleft() if self._backlog else self._sampler.take()
+        if self._backlog:
+            return self._backlog.popleft()
+        return self._sampler.take()
 
     def _cancel_sequences(self, request_ids: Sequence[str]) -> None:
+        """Cancel sequences, and wait until they end; keep other outputs that arrive meanwhile."""
         self._sampler.cancel(request_ids)
-        waiting, others = set(request_ids), []
+        waiting = set(request_ids)
+        others: list[GenerationOutput] = []
         try:
             while waiting:
                 output = self._next()

@@ -4,12 +4,13 @@ Owns the output queue that receives their outputs, so that no other caller takes
 one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cb_rollout.config.sampling import SamplingParams, equal_group_warning, resolved
 from cb_rollout.engine.service.output_queue import OutputQueue
-from cb_rollout.errors import ConfigurationError, EngineDeadError
+from cb_rollout.errors import ConfigurationError, EngineDeadError, RolloutError
 from cb_rollout.rollout.prompts import Prompt, encoded
 from cb_rollout.types import GenerationOutput
 
@@ -23,10 +24,15 @@ class RequestStream:
         sampling_params: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Sample by a `RolloutGenerator` or a `PooledGenerator`, and its parameters by default."""
-        self._generator, self._manager = generator, generator.manager
-        self._params = resolved(sampling_params, self._manager.defaults, max_new_tokens)
+        """Sample with a `RolloutGenerator` or a `PooledGenerator`; its parameters are defaults."""
+        self._generator = generator
+        self._manager = generator.manager
+        # Refuses what is no parameter.
+        resolved(sampling_params, self._manager.defaults, max_new_tokens)
+        self._sampling_params = sampling_params
+        self._max_new_tokens = max_new_tokens
         self._output_queue = OutputQueue()
+        self._step_until: Callable[..., None] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -34,22 +40,78 @@ class RequestStream:
 
     def submit(self, prompt: Prompt, num_sequences: int) -> list[str]:
         """Queue completions of a prompt; see `ContinuousBatchingManager.add_request`."""
-        if warning := equal_group_warning(self._params, num_sequences):
+        self._manager.follow_generation_config()
+        params = resolved(self._sampling_params, self._manager.defaults, self._max_new_tokens)
+        warning = equal_group_warning(params, num_sequences)
+        if warning:
             raise ConfigurationError(warning)
         (ids,) = encoded([prompt], self._generator.tokenizer)
         members = range(num_sequences)
-        requests = self._manager.create_requests([ids], [self._params], members=members)
+        requests = self._manager.create_requests([ids], [params], members=members)
         self._manager.start()
         self._output_queue.reopen()
         self._manager.submit(requests, self._output_queue)
         return [request.request_id for request in requests]
 
+    def wait(self) -> None:
+        """Wait as `take` does, without taking; a subclass may let other threads act meanwhile."""
+
     def take(self) -> GenerationOutput:
         """Wait for the next sequence to end; raises if the engine is paused or stopped."""
         self._manager.require_can_wait()
+        if self._step_until is not None:
+            self._step_until(lambda: self._output_queue.can_take)
         output = self._output_queue.take()
         assert output is not None
         return output
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Step the engine in this thread, and only while `take` waits.
+
+        So the samples do not depend on other threads. It has no effect on a pool.
+        """
+        if not self.has_own_engine:
+            yield
+            return
+        with self._manager.loop.stepping() as step_until:
+            self._step_until = step_until
+            try:
+                yield
+            finally:
+                self._step_until = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the unfinished sequences and the outputs not taken yet, for `torch.save`.
+
+        Raises:
+            RolloutError: an unfinished sequence is sampled under a grammar, or by a pool.
+        """
+        self._require_own_engine()
+        return self._manager.saved_requests(self._output_queue)
+
+    def load_state_dict(self, state: Mapping[str, Any], num_versions: int = 0) -> None:
+        """Continue the sequences of a `state_dict`; add `num_versions` to their versions.
+
+        Raises:
+            RolloutError: a pool samples.
+        """
+        self._require_own_engine()
+        self._manager.start()
+        self._output_queue.reopen()
+        self._manager.restore_requests(state, self._output_queue, num_versions)
+
+    @property
+    def has_own_engine(self) -> bool:
+        """True if an engine of this process samples; False: a pool does."""
+        return hasattr(self._manager, "restore_requests")
+
+    def _require_own_engine(self) -> None:
+        if not self.has_own_engine:
+            raise RolloutError(
+                "the workers of a pool keep its unfinished sequences, which cannot be saved; "
+                "collect or cancel them first."
+            )
 
     def cancel(self, request_ids: Sequence[str]) -> None:
         """End sequences early; each still delivers its tokens."""

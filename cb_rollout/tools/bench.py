@@ -1,9 +1,11 @@
-"""Time a rollout of a model beside transformers' continuous batching and `generate`.
+"""Time a rollout of a model, compared with transformers' continuous batching and `generate`.
 
 Contenders take turns, so that a slow spell of the machine meets all of them. Each is a context
 manager around what runs a workload. A checkout's `scripts/bench.py` has more workloads and peers.
+In a tensor's name B is rows and T tokens, padding included.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +28,14 @@ SEED = 0
 # The best for `generate` on a CPU: a larger batch waits longer for its longest sequence.
 BATCH_SIZE = 64
 
-# Of transformers' manager: most of a page of its default, 256, would be empty; its own checks need
-# room beyond a few tiny requests; a batch of as many tokens as cb_rollout's on a CPU.
-PAGE_SIZE, MIN_PAGES, MAX_BATCH_TOKENS = 32, 1024, 1024
+# Of transformers' manager: most of a page of its default size, 256, would be empty.
+PAGE_SIZE = 32
+
+# The manager's own checks need room beyond a few tiny requests.
+MIN_PAGES = 1024
+
+# As many as in a batch of cb_rollout on a CPU.
+MAX_BATCH_TOKENS = 1024
 
 # Arguments of `AutoConfig.for_model`. The larger one is Qwen3-0.6B.
 SMALL_SHAPE: dict[str, Any] = {
@@ -63,10 +70,12 @@ def random_prompts(
     draws: random.Random, count: int, tokens: tuple[int, int], vocab_size: int
 ) -> list[list[int]]:
     """Return prompts of random ids, with lengths uniform between the two of `tokens`."""
-    return [
-        [draws.randrange(2, vocab_size) for _ in range(draws.randint(*tokens))]
-        for _ in range(count)
-    ]
+    shortest, longest = tokens
+    prompts: list[list[int]] = []
+    for _ in range(count):
+        length = draws.randint(shortest, longest)
+        prompts.append([draws.randrange(2, vocab_size) for _ in range(length)])
+    return prompts
 
 
 def long_tailed_lengths(
@@ -84,13 +93,22 @@ def long_tailed(
     longest: int,
     num_completions: int = 8,
 ) -> Workload:
-    """Return groups of completions with long-tailed lengths, as in a rollout of training."""
+    """Create groups of completions with long-tailed lengths, as in a rollout of training.
+
+    Args:
+        vocab_size: the model's; prompts are random token ids below it.
+        num_prompts: number of groups.
+        prompt_tokens: length of the shortest and of the longest prompt.
+        log_mean: mean of the logarithm of a completion's length.
+        longest: largest length of a completion, in tokens.
+        num_completions: completions of each prompt.
+    """
     draws = random.Random(SEED)
-    prompts = random_prompts(draws, num_prompts, prompt_tokens, vocab_size)
-    return Workload(
-        [prompt for prompt in prompts for _ in range(num_completions)],
-        long_tailed_lengths(draws, num_prompts * num_completions, log_mean, longest),
-    )
+    grouped_prompts: list[list[int]] = []
+    for prompt in random_prompts(draws, num_prompts, prompt_tokens, vocab_size):
+        grouped_prompts.extend([prompt] * num_completions)
+    lengths = long_tailed_lengths(draws, len(grouped_prompts), log_mean, longest)
+    return Workload(grouped_prompts, lengths)
 
 
 @contextmanager
@@ -105,11 +123,12 @@ def ours(
     """Run by this package, with `settings` of `RolloutConfig` besides the seed."""
     params = SamplingParams(ignore_eos=True, temperature=temperature)
 
-    def run(part: Workload) -> None:
+    def run(workload: Workload) -> None:
         outputs = generator.generate_batch(
-            part.prompts, sampling_params=params, max_new_tokens=part.lengths
-        ).values()
-        assert all(len(o.logprobs) == len(o.generated_tokens) for o in outputs)
+            workload.prompts, sampling_params=params, max_new_tokens=workload.lengths
+        )
+        for output in outputs.values():
+            assert len(output.logprobs) == len(output.generated_tokens)
         if syncs_weights:
             generator.sync_weights()
 
@@ -124,8 +143,9 @@ def transformers_batching(model: Any, workload: Workload, **settings: Any) -> It
     """Run by a persistent manager of transformers' continuous batching, with log-probabilities."""
     model.destroy_cached_continuous_batching_manager()
     attention = model.config._attn_implementation
-    longest = [len(p) + n for p, n in zip(workload.prompts, workload.lengths, strict=True)]
-    fields = batching_fields(longest, model.device.type) | settings
+    prompts_and_lengths = zip(workload.prompts, workload.lengths, strict=True)
+    sequence_tokens = [len(prompt) + length for prompt, length in prompts_and_lengths]
+    fields = batching_fields(sequence_tokens, model.device.type) | settings
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -135,11 +155,11 @@ def transformers_batching(model: Any, workload: Workload, **settings: Any) -> It
     )  # fmt: skip
     manager.start()
 
-    def run(part: Workload) -> None:
-        for prompt, length in zip(*part, strict=True):
+    def run(workload: Workload) -> None:
+        for prompt, length in zip(workload.prompts, workload.lengths, strict=True):
             manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
         num_done = 0
-        while num_done < len(part.prompts):
+        while num_done < len(workload.prompts):
             output = manager.get_result(timeout=600)
             assert output is not None, "no result within ten minutes"
             assert output.error is None, output.error
@@ -155,13 +175,17 @@ def transformers_batching(model: Any, workload: Workload, **settings: Any) -> It
         model.set_attn_implementation(attention)
 
 
-def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
-    """Return the fields of the fastest `ContinuousBatchingConfig`; `longest`: of each sequence."""
+def batching_fields(sequence_tokens: list[int], device: str) -> dict[str, Any]:
+    """Return the fields of the fastest `ContinuousBatchingConfig`.
+
+    `sequence_tokens` are the lengths of the sequences at their ends, prompts included.
+    """
     fields: dict[str, Any] = {"page_size": PAGE_SIZE}
     # Clearing the tensors of the sizes that transformers infers from a CPU's memory takes seconds.
     if device == "cpu":
-        num_pages = sum(-(-tokens // PAGE_SIZE) for tokens in longest)
-        fields |= {"num_blocks": max(MIN_PAGES, num_pages), "max_batch_tokens": MAX_BATCH_TOKENS}
+        num_pages = sum(math.ceil(tokens / PAGE_SIZE) for tokens in sequence_tokens)
+        fields["num_blocks"] = max(MIN_PAGES, num_pages)
+        fields["max_batch_tokens"] = MAX_BATCH_TOKENS
     return fields
 
 
@@ -169,10 +193,10 @@ def batching_fields(longest: list[int], device: str) -> dict[str, Any]:
 def generate(model: Any, _: Workload, *, batch_size: int) -> Iterator[Run]:
     """Run by `model.generate` on left-padded batches; a batch ends with its longest sequence."""
 
-    def run(part: Workload) -> None:
-        for start in range(0, len(part.prompts), batch_size):
+    def run(workload: Workload) -> None:
+        for start in range(0, len(workload.prompts), batch_size):
             end = start + batch_size
-            _generate(model, part.prompts[start:end], part.lengths[start:end])
+            _generate(model, workload.prompts[start:end], workload.lengths[start:end])
 
     yield run
 
@@ -189,11 +213,16 @@ class StopAtLengths(StoppingCriteria):
 
 def _generate(model: Any, prompts: list[list[int]], lengths: list[int]) -> None:
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
-    starts = torch.tensor([width - len(p) for p in prompts], device=model.device)
-    mask = (torch.arange(width, device=model.device) >= starts[:, None]).long()
+    ids_BT = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask_BT = torch.zeros_like(ids_BT)
+    for row, prompt in enumerate(prompts):
+        start = width - len(prompt)
+        ids_BT[row, start:] = torch.tensor(prompt)
+        mask_BT[row, start:] = 1
+    ids_BT = ids_BT.to(model.device)
+    mask_BT = mask_BT.to(model.device)
     output = model.generate(
-        ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        ids_BT, attention_mask=mask_BT, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
         max_new_tokens=max(lengths), eos_token_id=None, pad_token_id=0,
         stopping_criteria=[StopAtLengths(width, lengths, model.device)],
     )  # fmt: skip
@@ -243,8 +272,14 @@ def turns(
     else:
         model = load_model(name, "auto", device)
     vocab_size = model.config.get_text_config().vocab_size
-    sizes = (8, (20, 60), 3.2, 256) if is_cpu else (16, (256, 512), 5.5, 1536)
-    workload = long_tailed(vocab_size, *sizes)
+    if is_cpu:
+        workload = long_tailed(
+            vocab_size, num_prompts=8, prompt_tokens=(20, 60), log_mean=3.2, longest=256
+        )
+    else:
+        workload = long_tailed(
+            vocab_size, num_prompts=16, prompt_tokens=(256, 512), log_mean=5.5, longest=1536
+        )
     # A rollout of a model of real size takes minutes on a CPU.
     warm_up = Workload(workload.prompts[:8], workload.lengths[:8])
     contenders: dict[str, Any] = {

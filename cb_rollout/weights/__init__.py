@@ -20,6 +20,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import GIB
 from cb_rollout.engine.memory.training import TrainingMemory
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.precision import Precision, rollout_precision
 from cb_rollout.errors import ConfigurationError, WeightSyncError, abbreviated, error_text
 from cb_rollout.weights.adapters import has_adapters
@@ -35,24 +36,24 @@ _LOGGER = logging.getLogger(__name__)
 def create_weight_sync(
     model: torch.nn.Module, config: RolloutConfig, accelerator: Any = None, optimizer: Any = None
 ) -> WeightSynchronizer:
-    """Create the synchronizer that the settings and a training module, wrapped or not, call for.
+    """Create the weight synchronizer for a training module, wrapped or not, and its settings.
 
-    `accelerator`: the trainer's; gives precision and device. `optimizer`: the model's, its class or
-    known name, for the memory of its states.
+    `accelerator`: the trainer's, which has precision and device. `optimizer`: the model's
+        optimizer, its class or known name, to plan memory for its states.
 
     Raises:
         ConfigurationError: the model's weights cannot be used as the config says, or at all.
         WeightSyncError: a copy made from the model's config has other tensors than the model.
     """
-    module = hf_compat.unwrap(model)
+    facts = ModelFacts.of(model)
+    module = facts.module
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
-    tensor_parallel_size = _tensor_parallel_size(module, config)
-    is_split = hf_compat.tensor_parallel_group(module) is not None
-    if is_split and weight_sync == WeightSync.AUTO:
+    tensor_parallel_size = _tensor_parallel_size(facts, config)
+    if facts.is_split and weight_sync == WeightSync.AUTO:
         is_sharded = fsdp_compat.has_fsdp2(model)
         weight_sync = WeightSync.COPY if is_sharded else WeightSync.SHARED
-    elif tensor_parallel_size > 1 and not is_split:
+    elif tensor_parallel_size > 1 and not facts.is_split:
         weight_sync = WeightSync.COPY
     if weight_sync == WeightSync.AUTO:
         will_be_sharded = accelerator is not None and accelerate_compat.shards_models(accelerator)
@@ -62,26 +63,26 @@ def create_weight_sync(
             # DeepSpeed casts the module itself, so a copy would save nothing.
             weight_sync = WeightSync.SHARED
         elif has_adapters(module):
-            return _with_adapters(model, config, precision, optimizer)
+            return _with_adapters(facts, config, precision, optimizer)
         else:
-            is_copied = _pays_as_copy(module, precision)
+            is_copied = _pays_as_copy(facts, precision)
             weight_sync = WeightSync.COPY if is_copied else WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
         hf_compat.keep_differentiable(module)
         return SharedWeights(model, precision.autocast_dtype)
     if config.numerics == Numerics.BITWISE and has_adapters(module):
         raise refused("bitwise, adapter in a copy")
-    if hf_compat.is_quantized(module):
+    if facts.is_quantized:
         raise refused("copy, quantised")
     device = getattr(accelerator, "device", None)
     return CopiedWeights(model, precision, device, tensor_parallel_size)
 
 
-def _pays_as_copy(module: PreTrainedModel, precision: Precision) -> bool:
-    """Return whether a copy holds weights cast that the training module would cast in each step."""
-    if hf_compat.is_quantized(module) or not casts_weights(module, precision):
+def _pays_as_copy(facts: ModelFacts, precision: Precision) -> bool:
+    """Return whether a copy saves casts that the training module would make in each step."""
+    if facts.is_quantized or not casts_weights(facts.module, precision):
         return False
-    changed = _changes_forwards(module)
+    changed = _changes_forwards(facts.module)
     # Only a copy has weights of another dtype than the training module's.
     if changed and precision.copy_dtype is None:
         _LOGGER.info("weights: shared; a copy would not compute %s", abbreviated(changed))
@@ -90,35 +91,39 @@ def _pays_as_copy(module: PreTrainedModel, precision: Precision) -> bool:
 
 
 def _changes_forwards(module: PreTrainedModel) -> list[str]:
-    """Return the names of modules that a copy would not compute as the training module does."""
+    """Return the names of modules that a copy would compute differently."""
     return [*torch_compat.own_forwards(module), *torch_compat.own_hooks(module)]
 
 
 def _with_adapters(
-    model: torch.nn.Module, config: RolloutConfig, precision: Precision, optimizer: Any
+    facts: ModelFacts, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> WeightSynchronizer:
-    """Merge adapters into a copy where a GPU has room for it; else run them unmerged."""
-    module, weights, selection = hf_compat.unwrap(model), None, ""
+    """Merge adapters into a copy if a GPU has room for it; otherwise run them unmerged."""
+    module = facts.module
+    weights = None
+    selection = ""
     # Merging rounds after the sum, the trainer before it.
     if next(module.parameters()).device.type == "cuda" and config.numerics != Numerics.BITWISE:
         try:
-            fits, selection = _merged_copy_fits(module, config, precision, optimizer)
-            weights = CopiedWeights(model, precision, None) if fits else None
+            fits, selection = _merged_copy_fits(facts, config, precision, optimizer)
+            if fits:
+                weights = CopiedWeights(facts.given, precision, None)
         except (ConfigurationError, WeightSyncError) as error:
             selection = f"adapters unmerged ({error_text(error)})"
         _LOGGER.info("weights: %s", selection)
     if weights is None:
         hf_compat.keep_differentiable(module)
-        weights = SharedWeights(model, precision.autocast_dtype)
+        weights = SharedWeights(facts.given, precision.autocast_dtype)
     weights.selection = selection
     return weights
 
 
 def _merged_copy_fits(
-    module: PreTrainedModel, config: RolloutConfig, precision: Precision, optimizer: Any
+    facts: ModelFacts, config: RolloutConfig, precision: Precision, optimizer: Any
 ) -> tuple[bool, str]:
     """Return whether there is room for a merged copy, and why, as a phrase."""
-    if hf_compat.is_quantized(module) or _changes_forwards(module):
+    module = facts.module
+    if facts.is_quantized or _changes_forwards(module):
         return False, "adapters unmerged (hooks, replaced forwards, quantised weights stay as is)"
     if config.num_blocks is not None:
         return False, "adapters unmerged (num_blocks is set); weight_sync='copy' merges them"
@@ -140,11 +145,11 @@ def _merged_copy_fits(
     return False, f"adapters unmerged ({rooms}); weight_sync='copy' merges them"
 
 
-def _tensor_parallel_size(module: PreTrainedModel, config: RolloutConfig) -> int:
+def _tensor_parallel_size(facts: ModelFacts, config: RolloutConfig) -> int:
     """Return the number of processes over which the generating model's layers are split."""
     wanted = config.tensor_parallel_size
-    if hf_compat.tensor_parallel_group(module) is not None:
-        size: int = module.tp_size or 1
+    if facts.is_split:
+        size: int = facts.module.tp_size or 1
         if wanted not in (1, size):
             raise ConfigurationError(
                 f"tensor_parallel_size={wanted}, but the model is split over {size} processes by "

@@ -7,6 +7,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import local_part
 from cb_rollout.config.combinations import refused
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.adapters import AdapterSource
 from cb_rollout.errors import WeightSyncError, abbreviated
 
 
@@ -20,29 +21,31 @@ class WeightSynchronizer:
     autocast_dtype: torch.dtype | None
     """Autocast dtype of both modules' forwards; None: no autocast."""
     selection: str = ""
-    """Phrase that says how adapters run on a GPU, and why; "" elsewhere."""
+    """Phrase that says how adapters run on a GPU, and why; "" on other devices."""
+    adapters: AdapterSource | None = None
+    """Source of the adapters that sequences may name; None: the adapters inside `module`."""
     is_collective: bool = False
     """True: a sync, and a forward of `trained`, need every process at once."""
     _released: tuple[tuple[torch.UntypedStorage, int], ...] = ()
-    """Storages without memory until the next sync, and the bytes of each."""
+    """Storages whose memory is released until the next sync, with the bytes of each."""
 
     def follow(self, trained: torch.nn.Module) -> None:
         """Take a re-wrapped model as the weight source.
 
         Raises:
-            WeightSyncError: shared weights are those of another module.
+            WeightSyncError: weights are shared, and the wrapper contains another module.
         """
         raise NotImplementedError
 
     def is_of(self, model: torch.nn.Module) -> bool:
-        """Return whether a model, wrapped or not, has the module inside whose weights these are."""
+        """Return whether a model, wrapped or not, contains the module that these weights follow."""
         raise NotImplementedError
 
     def sync(self) -> int:
-        """Take over the trained weights, and return the number of bytes written.
+        """Copy the trained weights, and return the number of bytes written.
 
         Raises:
-            ConfigurationError: the model was sharded meanwhile; no process can run it alone.
+            ConfigurationError: the model has been sharded since; no process can run it alone.
             WeightSyncError: the tensors of the two modules do not match; nothing was copied.
         """
         raise NotImplementedError
@@ -54,15 +57,18 @@ class WeightSynchronizer:
     def stale_weights(self) -> dict[str, torch.Tensor]:
         """Return the copy's tensors by name if a sync would change any.
 
-        Empty: it would change none, or they cannot be compared here.
+        Empty: a sync would change none, or they cannot be compared here.
         """
-        is_unknown = self.is_collective or self._released
-        return {} if is_unknown or not self.differing() else dict(self.module.state_dict())
+        if self.is_collective or self._released:
+            return {}
+        if not self.differing():
+            return {}
+        return dict(self.module.state_dict())
 
     def own_weights(self) -> list[torch.Tensor]:
-        """List the weights that the training module does not hold.
+        """List the weights that belong to the copy alone.
 
-        `ConfigurationError`: it holds all.
+        Raises `ConfigurationError` if all weights are shared.
         """
         raise refused("released weights, shared")
 
@@ -72,8 +78,11 @@ class WeightSynchronizer:
         Tensors and storages keep their identity. A forward would read address 0.
         """
         weights = [local_part(weight) for weight in self.own_weights()]
-        for storage in (weight.untyped_storage() for weight in weights):
-            if num_bytes := storage.nbytes():
+        for weight in weights:
+            storage = weight.untyped_storage()
+            num_bytes = storage.nbytes()
+            # Weights that share a storage release it once.
+            if num_bytes > 0:
                 self._released += ((storage, num_bytes),)
                 storage.resize_(0)
         for device in {weight.device for weight in weights}:
@@ -85,16 +94,17 @@ class SharedWeights(WeightSynchronizer):
 
     def __init__(self, trained: torch.nn.Module, autocast_dtype: torch.dtype | None) -> None:
         """Generate with a training module, wrapped or not."""
-        self.module, self.trained = hf_compat.unwrap(trained), trained
+        self.module = hf_compat.unwrap(trained)
+        self.trained = trained
         self.autocast_dtype = autocast_dtype
 
     def follow(self, trained: torch.nn.Module) -> None:
         module = hf_compat.unwrap(trained)
         if module is not self.module:
             raise WeightSyncError(
-                f"follow() got another {type(module).__name__} than the one that generates, whose "
-                "weights are shared with its trainer; make a RolloutGenerator of the new model, or "
-                "set weight_sync='copy', which can follow a model of the same shape."
+                f"follow() got a different {type(module).__name__} from the one that generates, "
+                "whose weights are shared with its trainer; make a RolloutGenerator for the new "
+                "model, or set weight_sync='copy', which can follow a model of the same shape."
             )
         self.trained = trained
 
@@ -114,7 +124,8 @@ def require_equal(weights: WeightSynchronizer) -> None:
     if names:
         raise WeightSyncError(
             f"{len(names)} tensors of the rollout copy differ from the training module after a "
-            f"sync: {abbreviated(names)}. Writes to a frozen tensor through .data "
-            "are not detected (write it under torch.no_grad() instead, or give it requires_grad); "
-            "a trainable one was written while it was copied, by another thread, or in the copy."
+            f"sync: {abbreviated(names)}. If a tensor is frozen, it was probably written through "
+            ".data, which is not detected: write it under torch.no_grad(), or set requires_grad. "
+            "If it is trainable, another thread wrote it during the copy, or something wrote to "
+            "the copy itself."
         )

@@ -1,8 +1,8 @@
-"""Have a copy of a model compute with the training module's settings, not those of its config file.
+"""Transfer the training module's settings to a copy of the model.
 
-A copy is made from the model's config. What the user has set on a module or on the config since,
-such as a scale, a number of experts or a window, is taken over with the weights. Changes the copy
-alone. Called from the training thread, while the engine is paused.
+A copy is created from the model's config. Settings that the user changed later on a module or on
+the config, such as a scale, a number of experts or a window, are transferred with the weights. Only
+the copy is changed. Called from the training thread, while the engine is paused.
 """
 
 import copy
@@ -29,8 +29,7 @@ class Setting(NamedTuple):
 def settings_of(model: PreTrainedModel) -> dict[Setting, object]:
     """Return the settings of each plain module of a training model, and of the configs they read.
 
-    Of a tensor that is a plain attribute the identity and the number of writes stand for its
-    values.
+    A tensor in a plain attribute is represented by its identity and number of writes.
     """
     settings: dict[Setting, object] = {}
     for path, module, _ in plain_modules(model):
@@ -50,20 +49,20 @@ def take_over_settings(
 ) -> None:
     """Set these settings of a training model on its copy.
 
-    A name that the copy's module lacks is left out: it is not computed with, as a loss that a
-    trainer notes there.
+    A name that the copy's module lacks is left out, because it does not affect the forward, like a
+    loss that a trainer stores on a module.
 
     Args:
         replica: the model that generates.
         trained: the training model, without its wrappers.
         settings: of `trained`.
     """
-    modules = {path: module for path, module, _ in plain_modules(trained)}
-    copied = {path: module for path, module, _ in plain_modules(replica)}
+    trained_modules = {path: module for path, module, _ in plain_modules(trained)}
+    copied_modules = {path: module for path, module, _ in plain_modules(replica)}
     device = next(replica.parameters()).device
     for setting in settings:
-        source: Any = modules[setting.path]
-        target: Any = copied.get(setting.path)
+        source: Any = trained_modules[setting.path]
+        target: Any = copied_modules.get(setting.path)
         if setting.is_of_config:
             source = source.config
             target = getattr(target, "config", None)
@@ -71,7 +70,7 @@ def take_over_settings(
             continue
         value = getattr(source, setting.name)
         if isinstance(value, torch.Tensor):
-            own_value = value.detach().to(device, copy=True)
+            copied_value = value.detach().to(device, copy=True)
         else:
-            own_value = copy.deepcopy(value)
-        setattr(target, setting.name, own_value)
+            copied_value = copy.deepcopy(value)
+        setattr(target, setting.name, copied_value)

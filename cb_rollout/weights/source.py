@@ -1,7 +1,7 @@
-"""Read tensors wherever a trainer keeps them; one `PlainSource` for each framework.
+"""Read a trainer's tensors in each framework's layout, by one subclass of `PlainSource` each.
 
-To add one, write a subclass and list it in `SOURCES`. The only file that imports deepspeed, which
-is optional: it is imported when a parameter carries its marks.
+To add a framework, write a subclass and list it in `SOURCES`. Only this file imports deepspeed,
+which is optional: it is imported when a parameter has deepspeed's attributes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ Request = tuple[Sequence[torch.Tensor], Sequence[Split | None]]
 
 
 class PlainSource:
-    """Read a model that each process holds whole, alone or under DDP."""
+    """Read a model whose weights are complete in each process, plain or under DDP."""
 
     is_collective = False
     """True: every process must request the same tensors in the same order."""
@@ -34,7 +34,7 @@ class PlainSource:
         return True
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the trained tensor behind one that the module shows."""
+        """Return the trained tensor behind a tensor of the module."""
         return tensor
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
@@ -42,11 +42,11 @@ class PlainSource:
         return tensor.shape
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Map the identity of each unit that must be gathered to read `tensors` to its bytes."""
+        """Return the bytes of each unit to gather for `tensors`, by the unit's identity."""
         return {id(t): self.shape(t).numel() * t.element_size() for t in tensors}
 
     def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what to gather of a tensor that will be stored in `dtype`."""
+        """Return the tensor to gather for storage in `dtype`."""
         return tensor
 
     @contextmanager
@@ -55,17 +55,19 @@ class PlainSource:
         yield tensors
 
     def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
-        """Read one request after another; what is yielded is valid until the next one."""
+        """Read one request after another; a yielded value is valid until the next one."""
         for tensors, splits in requests:
             with self.gathering(tensors) as whole:
-                yield [
-                    tensor if split is None else split.part(tensor)
-                    for tensor, split in zip(whole, splits, strict=True)
-                ]
+                yield [_part(tensor, split) for tensor, split in zip(whole, splits, strict=True)]
+
+
+def _part(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
+    """Return this process's part of a whole tensor."""
+    return tensor if split is None else split.part(tensor)
 
 
 class Fsdp1Source(PlainSource):
-    """Read a model of FSDP1, whose units each keep one flat parameter, sliced over processes."""
+    """Read an FSDP1 model: each unit has one flat parameter, sliced over processes."""
 
     is_collective = True
 
@@ -77,7 +79,7 @@ class Fsdp1Source(PlainSource):
         self._placements, self._behind = fsdp_compat.fsdp1_parameters(model)
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the slice that the optimizer steps; a forward shows a whole view of it."""
+        """Return the slice that the optimizer steps; in a forward, the module has a whole view."""
         return self._behind.get(id(tensor), tensor)
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
@@ -90,20 +92,28 @@ class Fsdp1Source(PlainSource):
     @contextmanager
     def gathering(self, tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
         """Yield the parameters, gathered inside the context and slices again after it."""
-        gathered = FullyShardedDataParallel.summon_full_params
+        units: dict[int, torch.nn.Module] = {}
+        for placement in self._placements_of(tensors):
+            units[id(placement.unit)] = placement.unit
         with ExitStack() as stack:
-            for unit in {id(p.unit): p.unit for p in self._placements_of(tensors)}.values():
-                stack.enter_context(gathered(unit, recurse=False, writeback=False))
+            for unit in units.values():
+                gathered = FullyShardedDataParallel.summon_full_params(
+                    unit, recurse=False, writeback=False
+                )
+                stack.enter_context(gathered)
             yield [tensor.data for tensor in tensors]
 
     def _placements_of(
         self, tensors: Sequence[torch.Tensor]
     ) -> Iterator[fsdp_compat.Fsdp1Placement]:
-        return (self._placements[id(t)] for t in tensors if id(t) in self._placements)
+        for tensor in tensors:
+            placement = self._placements.get(id(tensor))
+            if placement is not None:
+                yield placement
 
 
 class Zero3Source(PlainSource):
-    """Read a model of DeepSpeed ZeRO-3: a process holds a flat slice of every parameter."""
+    """Read a DeepSpeed ZeRO-3 model: a process has a flat slice of every parameter."""
 
     is_collective = True
 
@@ -141,7 +151,7 @@ def register_head(model: PreTrainedModel) -> None:
 
 
 class Fsdp2Source(PlainSource):
-    """Read a model of FSDP2 or of DTensors: a process holds a shard of every parameter."""
+    """Read an FSDP2 or DTensor model: a process has a shard of every parameter."""
 
     is_collective = True
 
@@ -159,23 +169,32 @@ class Fsdp2Source(PlainSource):
     def narrowed(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a shard cast to a smaller `dtype`, so that fewer bytes are gathered."""
         is_smaller = tensor.is_floating_point() and dtype.itemsize < tensor.itemsize
-        return tensor.to(dtype) if isinstance(tensor, DTensor) and is_smaller else tensor
+        if isinstance(tensor, DTensor) and is_smaller:
+            return tensor.to(dtype)
+        return tensor
 
     def read_each(self, requests: Iterable[Request]) -> Iterator[list[torch.Tensor]]:
-        """Begin to gather the next request before one is used, and hold both.
+        """Start to gather the next request while the present one is used; both are in memory.
 
-        Over gloo, finish each gather before the next begins.
+        Over gloo, each gather finishes before the next one starts.
         """
-        gathers = ([_gathered(*pair) for pair in zip(*r, strict=True)] for r in requests)
-        following = next(gathers, None)
-        while (tensors := following) is not None:
+        gathers = map(_begin_gathers, requests)
+        tensors = next(gathers, None)
+        while tensors is not None:
             following = next(gathers, None)
             yield tensors
+            tensors = following
+
+
+def _begin_gathers(request: Request) -> list[torch.Tensor]:
+    """Start to gather a request's tensors; the first operator on each tensor waits for it."""
+    tensors, splits = request
+    return [_gathered(tensor, split) for tensor, split in zip(tensors, splits, strict=True)]
 
 
 def _gathered(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
-        return tensor if split is None else split.part(tensor)
+        return _part(tensor, split)
     # Gather CPU-offloaded shards on the device that the mesh communicates on.
     device_type = tensor.device_mesh.device_type
     if tensor.device.type != device_type:
@@ -184,11 +203,12 @@ def _gathered(tensor: torch.Tensor, split: Split | None) -> torch.Tensor:
         tensor = moved
     if split is None:
         whole = [Replicate()] * tensor.device_mesh.ndim
-        # The first operator on an asynchronous result waits for it.
         is_async = fsdp_compat.may_overlap(tensor.device_mesh)
         return tensor.redistribute(placements=whole, async_op=is_async).to_local()
     part = unsharded_part(tensor)
-    return split.part(tensor.full_tensor()) if part is None else part
+    if part is None:
+        return split.part(tensor.full_tensor())
+    return part
 
 
 # The first source that matches a model reads it.
@@ -196,8 +216,11 @@ SOURCES: list[type[PlainSource]] = [Fsdp1Source, Zero3Source, Fsdp2Source, Plain
 
 
 def create_source(model: torch.nn.Module) -> PlainSource:
-    """Create the source of a model, given with its wrappers, as it is laid out now.
+    """Create the source for a model's present layout; `model` includes its wrappers.
 
     A trainer may shard the model at any time.
     """
-    return next(source for source in SOURCES if source.matches(model))(model)
+    for source in SOURCES:
+        if source.matches(model):
+            return source(model)
+    raise AssertionError("PlainSource matches every model")

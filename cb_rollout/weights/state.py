@@ -1,7 +1,7 @@
-"""Tell whether a training model still computes what it computed at an earlier time.
+"""Detect whether a training model has changed since an earlier time.
 
-Reads weights, buffers, settings and active adapters, and the contents of what trains, because a
-write through `.data` leaves no other trace. Changes nothing. Called from the training thread.
+Reads weights, buffers, settings and active adapters, and the contents of trainable tensors, because
+torch does not count a write through `.data`. Changes nothing. Called from the training thread.
 """
 
 from collections.abc import Iterable
@@ -12,27 +12,61 @@ from cb_rollout.compat.fsdp import local_part, write_state
 from cb_rollout.compat.module_state import model_settings, module_code, watched_tensors
 from cb_rollout.weights.source import create_source
 
-# Integers of as many bytes as a number of a weight.
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Integers that a weight's numbers are read as, by their bytes. None has 64 bits, whose sums in
+# int64 would lose an even count of changed signs.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+# Numbers of a checksum's block. Odd, so that no usual width is a multiple: blocks are cut across
+# rows and columns, and neither can change places unseen.
+BLOCK = 1021
 
 
 def model_state(model: torch.nn.Module) -> list[object]:
-    """Return a value that changes when a training model, wrapped or not, computes something else.
+    """Return a value that changes when a training model, wrapped or not, changes.
 
-    A process reads its own shards alone. Not seen is a write through `.data` to a frozen weight,
-    and one that leaves the sum of all bits of a weight as it was.
+    A process reads only its own shards. Two kinds of writes go unnoticed: a write through `.data`
+    to a frozen weight, and one that only moves numbers within a block of `BLOCK` neighbours.
     """
+    return [*weights_state(model), module_code(model)]
+
+
+def weights_state(model: torch.nn.Module) -> list[object]:
+    """Return `model_state` without the code: another thread's forward may add hooks to it."""
     source = create_source(model)
     tensors = [source.stored(tensor) for tensor in watched_tensors(model)]
     trained = [local_part(tensor) for tensor in tensors if tensor.requires_grad]
     writes = [write_state(tensor) for tensor in tensors]
-    return [writes, _checksums(trained), model_settings(model), module_code(model)]
+    return [writes, _checksums(trained), model_settings(model)]
 
 
 def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the sum of each tensor's bits, read as integers; the host waits once for a device."""
-    sums: dict[torch.device, list[torch.Tensor]] = {}
+    """Return a checksum of each tensor's bits; the host waits once for a device."""
+    checksums_of_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        integers = tensor.detach().view(INTEGERS[tensor.element_size()])
-        sums.setdefault(tensor.device, []).append(integers.sum(dtype=torch.int64))
-    return [value for of_device in sums.values() for value in torch.stack(of_device).tolist()]
+        checksum = _checksum(tensor.detach())
+        checksums_of_device.setdefault(tensor.device, []).append(checksum)
+    values: list[int] = []
+    for checksums in checksums_of_device.values():
+        values.extend(torch.stack(checksums).tolist())
+    return values
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of a tensor's bits that depends on their order: an int64 scalar.
+
+    The sum of each block of numbers, read as integers, counts with the block's position. So do
+    single numbers after the last whole block.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    integers = tensor.flatten().view(INTEGERS[tensor.element_size()])
+    num_in_blocks = integers.numel() // BLOCK * BLOCK
+    blocks = integers[:num_in_blocks].view(-1, BLOCK).sum(dim=1, dtype=torch.int64)
+    rest = integers[num_in_blocks:].to(torch.int64)
+    return _weighted_sum(blocks) + _weighted_sum(rest)
+
+
+def _weighted_sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of values, the i-th (from 0) times 2 i + 1, modulo 2 ** 64."""
+    odd_numbers = torch.arange(1, 2 * values.numel() + 1, 2, device=values.device)
+    return (values * odd_numbers).sum()

@@ -52,7 +52,7 @@ SHAPES = {
 STEP_SIZES, STEP_TOKENS = (16, 64, 128), 64
 GROUP_SIZE = 8
 
-# Our engine traces its forward after 64 decode steps, vLLM compiled its own when it started.
+# Tokens of a warm-up run. Our trace and vLLM's compilation are made before it.
 WARM_UP_TOKENS = 80
 
 PATHS = {
@@ -94,7 +94,10 @@ def bench_chat_step(setup: Setup) -> dict[str, Any]:
     sizes = STEP_SIZES if setup.sizes.num_sequences > GROUP_SIZE else (GROUP_SIZE,)
     return {
         f"chat_step, {size} completions": bench_batch(
-            f"{size} completions", setup.repetitions, PATHS, partial(_create_trainer, setup, size)
+            f"{size} completions",
+            setup.repetitions,
+            PATHS,
+            partial(create_step_trainer, setup, size),
         )
         for size in sizes
     }
@@ -185,7 +188,15 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step >= self._num_steps
 
 
-def _create_trainer(setup: Setup, size: int, path: GenerationPath, folder: str) -> GRPOTrainer:
+def create_step_trainer(
+    setup: Setup,
+    size: int,
+    path: GenerationPath,
+    folder: str,
+    num_steps: int = 2,
+    max_steps: int = 100,
+) -> GRPOTrainer:
+    """Create a trainer of `size` completions a step that stops before its planned `max_steps`."""
     is_cpu = setup.device == "cpu"
     rows = [
         {"prompt": [{"role": "user", "content": problem["question"]}]}
@@ -198,11 +209,12 @@ def _create_trainer(setup: Setup, size: int, path: GenerationPath, folder: str) 
             model=str(smollm2_folder()),
             reward_funcs=lambda completions, **_: [len(c[0]["content"]) % 7 for c in completions],
             args=GRPOConfig(
-                output_dir=folder, max_steps=100, report_to=[], use_cpu=is_cpu, bf16=not is_cpu,
+                output_dir=folder, max_steps=max_steps, report_to=[],
+                use_cpu=is_cpu, bf16=not is_cpu,
                 per_device_train_batch_size=size, num_generations=GROUP_SIZE,
                 max_completion_length=STEP_TOKENS if is_long else 4, disable_tqdm=True,
                 save_strategy="no", logging_strategy="no", **path.trl,
             ),
             train_dataset=Dataset.from_list(rows),
-            callbacks=[StopAfter(2)],
+            callbacks=[StopAfter(num_steps)],
         )  # fmt: skip

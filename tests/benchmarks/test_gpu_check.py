@@ -20,21 +20,33 @@ SCRIPT = ROOT / "scripts/gpu_check.sh"
 
 # In order; what they run, and their budgets in seconds.
 PARTS = {
-    "gpu_tests": ("tests/gpu", 100),
-    "decode_0.6B": ("--parts decode lifecycle --shapes 0.6B", 55),
-    "grpo": ("--parts grpo", 85),
-    "kernels": ("test_triton_kernels.py", 40),
-    "decode_8B": ("--parts decode lifecycle --shapes 8B", 90),
-    "peers": ("--parts peers", 150),
+    "preflight": ("preflight.py", 20),
+    "shapes": ("tests/gpu/test_real_shapes_on_gpu.py", 35),
+    "gpu_tests": ("tests/gpu --ignore", 75),
+    "decode_0.6B": ("--parts decode lifecycle --shapes 0.6B", 50),
+    "grpo": ("--parts grpo", 60),
+    "kernels": ("--durations=5", 40),
+    "sanitizer": ("memcheck", 40),
+    "decode_8B": ("--parts decode lifecycle --shapes 8B", 80),
+    "peers": ("--parts peers", 120),
     "stages": ("--parts stages --shapes 8B", 50),
 }
 
+# Begun at the start, side by side; each ends before the part that needs what it compiled.
+BACKGROUND = {
+    "compile_0.6B": "decode_0.6B",
+    "compile_grpo": "grpo",
+    "compile_8B": "decode_8B",
+}
+NUM_CALLS = len(PARTS) + len(BACKGROUND)
+
 # Has every package and a device, unless told otherwise. Parts named in `SLOW` never end, and leave
-# a process of another group that holds their output.
+# a process of another group that holds their output. The sanitizer is the same program.
 STUB = """#!{python}
 import json, os, subprocess, sys, time
 if sys.argv[1:2] == ["-"]:
-    print(os.environ.get("LACKS", ""), end="")
+    lacks = os.environ.get("LACKS", "")
+    print("\\n".join(one for one in lacks.splitlines() if one.split()[0] in sys.argv), end="")
     sys.exit(0)
 if sys.argv[1] == "-c":
     sys.exit(1)
@@ -50,16 +62,20 @@ sys.exit(3 * any(part in asked for part in os.environ.get("FAILS", "").split()))
 """
 
 
-@pytest.fixture
-def check(tmp_path):
-    """Run the script; return its exit status, what it printed, and what it ran."""
+def checked(tmp_path):
+    """Yield a function that runs the script and returns its status, its output and what ran."""
     python, calls = tmp_path / "python", tmp_path / "calls"
     python.write_text(STUB.format(python=sys.executable))
     python.chmod(0o755)
 
     def run(first=tmp_path / "results", *rest, script_python=python, **variables):
         calls.write_text("")
-        told = {"PYTHON": str(script_python), "CALLS": str(calls), "CB_ROLLOUT_VLLM_PYTHON": ""}
+        told = {
+            "PYTHON": str(script_python),
+            "CALLS": str(calls),
+            "CB_ROLLOUT_VLLM_PYTHON": "",
+            "COMPUTE_SANITIZER": str(python),
+        }
         done = subprocess.run(
             ["bash", SCRIPT, first, *rest],
             env=os.environ | told | variables,
@@ -68,8 +84,8 @@ def check(tmp_path):
             check=False,
             timeout=60,
         )
-        ran = [json.loads(line) for line in calls.read_text().splitlines()]
-        return done.returncode, done.stdout, [" ".join(call) for call in ran]
+        ran = [" ".join(json.loads(line)) for line in calls.read_text().splitlines()]
+        return done.returncode, done.stdout, ran
 
     yield run
     if (pids := Path(f"{calls}.pids")).exists():
@@ -77,42 +93,70 @@ def check(tmp_path):
             os.kill(int(pid), signal.SIGKILL)
 
 
+@pytest.fixture
+def check(tmp_path):
+    yield from checked(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """A run in which every part passes, and the folder that has its results."""
+    folder = tmp_path_factory.mktemp("plain")
+    for run in checked(folder):
+        yield *run(), folder
+
+
 def outcomes(printed):
     """The exit status of each part, by the JSON that is printed last."""
     return {name: part["exit"] for name, part in json.loads(printed.splitlines()[-1]).items()}
 
 
-def test_what_tells_most_runs_first_and_every_part_has_a_budget(check, tmp_path):
-    status, printed, ran = check()
+def in_foreground(calls):
+    """The calls of the parts that run one after the other."""
+    return [call for call in calls if "--parts compile" not in call]
+
+
+def test_what_tells_most_runs_first_and_every_part_has_a_budget(plain_run):
+    status, printed, ran, folder = plain_run
     assert status == 0
-    assert [asked in call for (asked, _), call in zip(PARTS.values(), ran, strict=True)] == [
-        True
-    ] * len(PARTS)
-    assert printed.splitlines()[-8:-1] == [f"{name}: passed" for name in PARTS]
+    for (asked, _), call in zip(PARTS.values(), in_foreground(ran), strict=True):
+        assert asked in call
     records = json.loads(printed.splitlines()[-1])
-    assert records == json.loads((tmp_path / "results/parts.json").read_text())
-    assert {name: record["budget"] for name, record in records.items()} == {
+    assert records == json.loads((folder / "results/parts.json").read_text())
+    assert {name: records[name]["budget"] for name in PARTS} == {
         name: budget for name, (_, budget) in PARTS.items()
     }
     assert {record["exit"] for record in records.values()} == {0}
     assert all(record["seconds"] <= record["budget"] for record in records.values())
+    assert all(f"{name}: passed" in printed.splitlines() for name in PARTS)
+
+
+def test_whole_models_are_compiled_from_the_start_and_before_the_parts_that_need_them(plain_run):
+    _, printed, ran, _ = plain_run
+    begun = [call for call in ran if "--parts compile" in call]
+    assert len(begun) == len(BACKGROUND)
+    asked = {"--parts compile --shapes 0.6B", "--parts compile_grpo", "--parts compile --shapes 8B"}
+    assert {call[call.index("--parts") :] for call in begun} == asked
+    ended = list(json.loads(printed.splitlines()[-1]))
+    for compiled, needed_by in BACKGROUND.items():
+        assert ended.index(compiled) < ended.index(needed_by)
 
 
 def test_the_budgets_fill_one_call_and_the_first_four_minutes_hold_a_grpo_step():
     budgets = [budget for _, budget in PARTS.values()]
     assert sum(budgets) == 570
     assert "total=570" in SCRIPT.read_text()
-    assert sum(budgets[:3]) <= 240
+    assert sum(budgets[:5]) <= 240
 
 
 def test_vllm_is_compared_last_where_it_is_named(check):
     _, printed, ran = check(CB_ROLLOUT_VLLM_PYTHON="/some/python")
-    assert len(ran) == 8
     assert "--parts vllm" in ran[-1]
-    assert sum(part["budget"] for part in json.loads(printed.splitlines()[-1]).values()) == 700
+    records = json.loads(printed.splitlines()[-1])
+    assert sum(records[name]["budget"] for name in [*PARTS, "vllm"]) == 700
 
 
-def test_what_is_missing_is_named_with_how_to_get_it_before_anything_runs(check):
+def test_what_nothing_runs_without_is_named_with_how_to_get_it(check):
     status, printed, ran = check(LACKS="peft (ModuleNotFoundError: No module named 'peft')")
     assert (status, ran) == (2, [])
     assert "No module named 'peft'" in printed
@@ -120,6 +164,28 @@ def test_what_is_missing_is_named_with_how_to_get_it_before_anything_runs(check)
     status, printed, ran = check(script_python="/no/python")
     assert (status, ran) == (2, [])
     assert "PYTHON=/no/python" in printed
+
+
+def test_what_a_part_needs_is_named_where_it_is_missing_and_the_parts_run_all_the_same(check):
+    lacks = [f"{name} (ModuleNotFoundError: no {name})" for name in ("hypothesis", "trl")]
+    status, printed, ran = check(LACKS="\n".join(lacks), COMPUTE_SANITIZER="")
+    assert status == 0
+    assert all(line in printed for line in lacks)
+    assert "--wheels" in printed
+    assert "sanitizer: left out, there is no compute-sanitizer" in printed
+    assert len(ran) == NUM_CALLS - 1
+    assert not any("memcheck" in call for call in ran)
+
+
+def test_a_test_that_hangs_shows_where_and_a_file_that_fails_to_import_stops_none(
+    plain_run,
+):
+    _, _, ran, _ = plain_run
+    tests = [call for call in ran if "-m pytest" in call]
+    assert len(tests) == 4
+    for call in tests:
+        assert "-o faulthandler_timeout=40" in call
+        assert "--continue-on-collection-errors" in call
 
 
 @pytest.mark.slow
@@ -131,26 +197,28 @@ def test_this_machine_lacks_a_device_and_nothing_else(check):
 
 
 def test_a_part_that_fails_stops_no_other(check):
-    status, printed, ran = check(FAILS="test_triton_kernels")
-    assert (status, len(ran)) == (1, 7)
-    assert "kernels: FAILED, see " in printed
-    assert outcomes(printed) == dict.fromkeys(PARTS, 0) | {"kernels": 3}
+    status, printed, ran = check(FAILS="preflight memcheck compile_grpo")
+    assert (status, len(ran)) == (1, NUM_CALLS)
+    assert "sanitizer: FAILED, see " in printed
+    failed = dict.fromkeys(("preflight", "sanitizer", "compile_grpo"), 3)
+    assert outcomes(printed) == dict.fromkeys([*PARTS, *BACKGROUND], 0) | failed
 
 
 @pytest.mark.slow
 def test_a_part_is_killed_at_its_budget_whatever_it_started_and_stops_no_other(check):
-    status, printed, ran = check(SLOW="tests/gpu", GPU_CHECK_SECONDS="30")
-    assert (status, len(ran)) == (1, 7)
+    status, printed, ran = check(SLOW="--ignore", GPU_CHECK_SECONDS="30")
+    assert (status, len(ran)) == (1, NUM_CALLS)
     assert "gpu_tests: ran out of time, see " in printed
-    assert outcomes(printed) == dict.fromkeys(PARTS, 0) | {"gpu_tests": 124}
+    assert outcomes(printed) == dict.fromkeys([*PARTS, *BACKGROUND], 0) | {"gpu_tests": 124}
 
 
+@pytest.mark.slow
 def test_the_script_ends_in_time_and_names_what_it_did_not_reach(check):
     status, printed, ran = check(SLOW="gpu", GPU_CHECK_SECONDS="3")
     assert status == 1
-    assert outcomes(printed).keys() == PARTS.keys()
+    assert outcomes(printed).keys() == PARTS.keys() | BACKGROUND.keys()
     assert set(outcomes(printed).values()) == {124, None}
-    assert printed.count(": not reached") == 7 - len(ran) > 0
+    assert printed.count(": not reached") == NUM_CALLS - len(ran) > 0
 
 
 def test_the_archive_holds_the_results_of_all_parts_and_no_wheels(check, tmp_path):
@@ -162,8 +230,16 @@ def test_the_archive_holds_the_results_of_all_parts_and_no_wheels(check, tmp_pat
     with tarfile.open(archive) as held:
         names = {name.removeprefix("./") for name in held.getnames()} - {"."}
         parts = json.load(held.extractfile("./parts.json"))
-    assert names == {"parts.json", *(f"{name}.txt" for name in PARTS)}
-    assert parts.keys() == PARTS.keys()
+    assert names == {"parts.json", *(f"{name}.txt" for name in [*PARTS, *BACKGROUND])}
+    assert parts.keys() == PARTS.keys() | BACKGROUND.keys()
+
+
+def test_an_archive_lies_beside_the_results_unless_another_is_named(plain_run):
+    _, printed, _, folder = plain_run
+    archive = folder / "results.tar.gz"
+    assert f"all results: {archive}" in printed
+    with tarfile.open(archive) as held:
+        assert "./preflight.txt" in held.getnames()
 
 
 def wheels_of(tmp_path, *packages):
@@ -227,5 +303,6 @@ exec {sys.executable} -c "import carried; print(carried.__file__)"
     status, printed, _ = check(script_python=python, GPU_CHECK_WHEELS=str(wheel.parent))
     assert status == 0
     site = tmp_path / "results/site/carried.py"
-    assert printed.count(f"{site}\n") == 5
+    # One line of each part that runs a file, in the foreground.
+    assert printed.count(f"{site}\n") == 6
     assert importlib.util.find_spec("carried") is None

@@ -113,6 +113,7 @@ def test_products_are_those_that_torch_counts():
     assert product_flops(decode(2)) == product_flops(transformers_decode(LLAMA, ROWS, 2)) == counted
 
 
+@pytest.mark.fast_cases("plain")
 @pytest.mark.parametrize("sampled", SAMPLED)
 def test_every_kind_of_sampling_is_three_kernels_of_the_graph(sampled):
     wide = LLAMA | {"vocab_size": 8192}

@@ -1,11 +1,11 @@
-"""Mends of the GPU path stand where `scripts/gpu_mutants.py` undoes them."""
+"""Mends of the GPU path stand where `scripts/gpu/mutants.py` undoes them."""
 
 import re
 
 import pytest
 
-import gpu_mutants
-from gpu_mutants import MUTANTS, ROOT, Mutant
+from gpu import mutants
+from gpu.mutants import MUTANTS, ROOT, Mutant
 
 DECISION = ROOT / "docs/decisions/0042-a-mend-of-the-gpu-path-is-held-by-a-mutant.md"
 FINDINGS = {
@@ -13,6 +13,8 @@ FINDINGS = {
     *(f"B{number}" for number in range(1, 7)),
     *(f"C{number}" for number in range(1, 13)),
     *(f"N{number}" for number in range(1, 12)),
+    *(f"F{number}" for number in range(1, 8)),
+    *(f"G{number}" for number in range(1, 7)),
 }
 
 
@@ -39,7 +41,7 @@ def test_a_mutant_that_its_test_does_not_see_is_reported(wrong, said, tmp_path):
     test = "from code_under_test import one\n\n\ndef test_one():\n    assert one() == 1\n"
     (tmp_path / "test_one.py").write_text(test)
     mutant = Mutant("X", "two", "code_under_test.py", "return 1", wrong, "test_one.py::test_one")
-    assert gpu_mutants.outcome(tmp_path, mutant) == said
+    assert mutants.outcome(tmp_path, mutant) == said
     assert "return 1\n" in (tmp_path / "code_under_test.py").read_text()
     gone = mutant._replace(right="return 3")
-    assert gpu_mutants.outcome(tmp_path, gone) == "0 places are 'return 3'"
+    assert mutants.outcome(tmp_path, gone) == "0 places are 'return 3'"

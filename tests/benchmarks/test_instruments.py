@@ -10,8 +10,6 @@ import torch
 from fast_path import pretend_cuda
 from torch.nn.attention.varlen import varlen_attn
 
-import gpu_bench
-import measure_host
 from benchmarks import attention, grpo, sizes, step
 from benchmarks.harness.contenders import Contender
 from benchmarks.harness.workload import TINY
@@ -28,6 +26,9 @@ from benchmarks.roofline.machine import (
 from benchmarks.scaling import LONGEST_TURN_SECONDS, _is_feasible
 from cb_rollout.engine.attention.triton import launch
 from cb_rollout.tools.bench import Workload, create_model
+from gpu import bench as gpu_bench
+from gpu import host
+from measure import coverage_by_room, speed_floor
 
 
 class Kitchen:
@@ -122,7 +123,44 @@ def test_a_decode_step_is_timed_on_every_path_of_a_gpu(small_gpu_bench, monkeypa
     assert [row["what"] for row in rows] == [
         f"0.6B decode, {num_rows} rows, {path}" for num_rows, path in steps
     ]
-    assert all("ms/step" in gpu_bench.line(row) for row in rows)
+    for row in rows:
+        assert "error" not in row
+        assert 0 <= row["drift_mean"] <= row["drift_max"] < 1e-3
+        assert "ms/step" in gpu_bench.line(row)
+        assert "drift" in gpu_bench.line(row)
+
+
+@pytest.mark.slow
+def test_a_decode_step_that_is_wrong_is_an_error_of_its_row_which_is_timed_all_the_same(
+    small_gpu_bench, monkeypatch
+):
+    pretend_cuda(monkeypatch)
+    monkeypatch.setitem(gpu_bench.COMPARED, "0.6B", [(2, "kernels")])
+    attend = launch.attend
+
+    def shifted(*arguments, **named):
+        return attend(*arguments, **named) + 1
+
+    class Late(gpu_bench.RolloutGenerator):
+        def generate_batch(self, *arguments, **named):
+            # Not while the engine checks its kernels.
+            monkeypatch.setattr(launch, "attend", shifted)
+            return super().generate_batch(*arguments, **named)
+
+    monkeypatch.setattr(gpu_bench, "RolloutGenerator", Late)
+    (row,) = gpu_bench.bench_decode("0.6B", small_gpu_bench, peak=1e9)
+    assert row["error"].startswith("is off the plain forward: ")
+    assert row["step_ms"] > 0
+    assert "is off the plain forward" in gpu_bench.line(row)
+
+
+@pytest.mark.slow
+def test_a_step_is_compiled_for_the_parts_that_come_later(small_gpu_bench, monkeypatch):
+    pretend_cuda(monkeypatch)
+    (row,) = gpu_bench.bench_compilation("0.6B", small_gpu_bench)
+    assert row["what"] == "0.6B compilation"
+    assert row["seconds"] > 0
+    assert "forwards: compiled" in row["decode_path"]
 
 
 @pytest.mark.slow
@@ -182,7 +220,10 @@ def test_grpo_steps_are_timed_in_trls_default_precision_with_the_paths_they_took
         assert 0 < row["sync_seconds"] < row["rollout_seconds"] < row["seconds"]
         assert 0 < row["loss_tokens_useful"] <= row["loss_tokens_computed"] < num_padded
         assert row["prompts_shared"] > 0
+        assert 0 <= row["drift_mean"] <= row["drift_max"] < 1
         assert "sync" in gpu_bench.line(row)
+    (row,) = gpu_bench.bench_grpo_compilation()
+    assert "forwards: compiled" in row["decode_path"]
 
 
 @pytest.mark.slow
@@ -258,7 +299,7 @@ def test_a_part_that_fails_is_a_row_and_an_exit_status_and_the_record_stays_whol
         raise RuntimeError("no such device")
 
     output = tmp_path / "out.json"
-    told = ["gpu_bench.py", "--shapes", "8B", "--output", str(output)]
+    told = ["bench.py", "--shapes", "8B", "--output", str(output)]
     monkeypatch.setattr(sys, "argv", told)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("reset_peak_memory_stats", "max_memory_allocated", "empty_cache"):
@@ -275,6 +316,19 @@ def test_a_part_that_fails_is_a_row_and_an_exit_status_and_the_record_stays_whol
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
+def test_no_part_follows_an_error_that_ends_the_cuda_context(monkeypatch):
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    unreached = lambda: iter([{"what": "unreached"}])  # noqa: E731
+    parts = {"decode": fail, "lifecycle": unreached}
+    monkeypatch.setattr(gpu_bench, "parts", lambda *_: parts)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    rows = list(gpu_bench.bench_shape("8B", 1e12, time.perf_counter() + 100, parts))
+    assert [row["what"] for row in rows] == ["8B decode"]
+    assert "illegal memory access" in rows[0]["error"]
+
+
 def test_a_step_must_read_weights_and_keys():
     model = create_model(TINY.shape, "cpu")
     weights = sum(parameter.nbytes for parameter in model.parameters())
@@ -285,10 +339,49 @@ def test_a_step_must_read_weights_and_keys():
 def test_the_processor_time_of_a_step_is_split_over_its_parts(monkeypatch, capsys):
     tiny = {"rows": 4, "group": 2, "prompt": 20, "layers": 1, "steps": 3}
     options = [text for name, value in tiny.items() for text in (f"--{name}", str(value))]
-    monkeypatch.setattr(sys, "argv", ["measure_host.py", *options])
-    measure_host.main()
+    monkeypatch.setattr(sys, "argv", ["host.py", *options])
+    host.main()
     first, _, *rows = capsys.readouterr().out.splitlines()
     assert first == "4 rows, 1 layers, 3 steps, ms a step"
     assert rows[0].startswith("whole step")
     assert float(rows[0].split()[-1]) > 0
-    assert len(rows) == len(measure_host.PARTS) + 2
+    assert len(rows) == len(host.PARTS) + 2
+
+
+def test_a_rollout_that_has_lost_half_its_lead_fails(monkeypatch, capsys):
+    ratios = {"small": 3.0, "SmolLM2-135M": 1.4}
+    monkeypatch.setattr(speed_floor.Race, "ratio", lambda race: ratios[race.name])
+    races = [replace(race, recorded=3.0) for race in speed_floor.RACES]
+    monkeypatch.setattr(speed_floor, "RACES", races)
+    assert speed_floor.main() == 1
+    assert "SmolLM2-135M: 1.40 times `generate`, at least 1.50" in capsys.readouterr().out
+    ratios["SmolLM2-135M"] = 1.6
+    assert speed_floor.main() == 0
+
+
+def covered(lines, lines_reached, branches, branches_reached):
+    return {
+        "summary": {
+            "num_statements": lines,
+            "covered_lines": lines_reached,
+            "num_branches": branches,
+            "covered_branches": branches_reached,
+        }
+    }
+
+
+def test_coverage_is_added_up_by_folder(tmp_path, capsys):
+    report = tmp_path / "coverage.json"
+    files = {
+        "cb_rollout/engine/core.py": covered(60, 60, 20, 10),
+        "cb_rollout/engine/model/runner.py": covered(10, 0, 10, 0),
+        "cb_rollout/engine/model/layers/head.py": covered(90, 60, 0, 0),
+    }
+    report.write_text(json.dumps({"files": files}))
+    assert coverage_by_room.main([str(report)]) == 0
+    printed = capsys.readouterr().out
+    assert "| `cb_rollout/engine` | 60 | 20 | 87.5% |" in printed
+    assert "| `cb_rollout/engine/model` | 100 | 10 | 54.5% |" in printed
+    assert "| **all** | 160 | 30 | 68.4% |" in printed
+    assert printed.index("0% of `cb_rollout/engine/model/runner.py`") < printed.index("67% of")
+    assert coverage_by_room.main([str(report), "--least", "70"]) == 1

@@ -65,7 +65,7 @@ assert inductor.compile_library({SOURCE!r}).answer() == 42
 
 def test_machines_that_share_a_home_do_not_share_kernels(folder, monkeypatch):
     first = Path(inductor.compile_library(SOURCE)._name)
-    monkeypatch.setattr(inductor, "_machine", lambda: "another")
+    monkeypatch.setattr(inductor, "machine_hash", lambda: "another")
     assert Path(inductor.compile_library(SOURCE)._name) != first
 
 
@@ -82,8 +82,8 @@ def open_to_others(folder):
 
 
 def with_a_folder_open_to_others(folder):
-    (folder / f"compiled-{inductor._machine()}").mkdir(parents=True)
-    (folder / f"compiled-{inductor._machine()}").chmod(0o770)
+    (folder / f"compiled-{inductor.machine_hash()}").mkdir(parents=True)
+    (folder / f"compiled-{inductor.machine_hash()}").chmod(0o770)
 
 
 def of_another_user(folder):
@@ -103,7 +103,7 @@ def in_place_of_a_folder(folder):
     [
         (open_to_others, "mode 777"),
         (with_a_folder_open_to_others, "mode 770"),
-        (of_another_user, "is of user"),
+        (of_another_user, "belongs to user"),
         (in_place_of_a_folder, "File exists"),
     ],
 )

@@ -1,16 +1,10 @@
-import dataclasses
 import math
 
 import pytest
 from transformers import GenerationConfig
 
-from cb_rollout.config.hf import (
-    INERT,
-    OTHER_NAME,
-    REFUSED,
-    SAME_NAME,
-    from_generation_config,
-)
+from cb_rollout.config.generation_fields import REFUSED
+from cb_rollout.config.hf import from_generation_config
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 
@@ -60,16 +54,8 @@ def test_a_generation_setting_that_is_not_honoured_is_refused(field, value):
     with pytest.raises(ConfigurationError) as raised:
         from_generation_config(GenerationConfig(**{field: value}))
     assert str(raised.value).startswith(f"GenerationConfig.{field}={value!r} is not honoured")
-    assert REFUSED[field][1] in str(raised.value)
-
-
-def test_every_field_of_the_installed_generation_config_is_honoured_refused_or_irrelevant():
-    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    known = (*SAME_NAME, *OTHER_NAME, *INERT, *REFUSED)
-    assert fields - {*known} == set(), "new fields: honour or refuse each in config/hf.py"
-    assert len(known) == len({*known}), "a field is listed twice"
-    honoured = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert set(SAME_NAME) <= honoured
+    assert REFUSED[field].reason in str(raised.value)
+    assert REFUSED[field].advice in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +77,9 @@ def test_a_generation_setting_without_effect_is_accepted():
 def test_a_setting_that_transformers_does_not_know_is_refused_not_dropped():
     asked = GenerationConfig()
     asked.entropy_floor = 0.5
-    with pytest.raises(ConfigurationError, match=r"GenerationConfig\.entropy_floor=0\.5"):
+    with pytest.raises(
+        ConfigurationError, match=r"entropy_floor=0\.5 is not a field .* leave it out"
+    ):
         from_generation_config(asked)
 
 

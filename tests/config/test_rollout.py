@@ -155,9 +155,6 @@ def test_every_rollout_dtype_is_accepted(dtype):
         ("use_async_batching", "yes"),
         ("use_cuda_graph", (True, True)),
         ("use_cuda_graph", "yes"),
-        ("varlen_compile_config", {"mode": "default"}),
-        ("decode_compile_config", {"mode": "default"}),
-        ("kv_padding_interval_size", 64),
     ],
 )
 def test_what_is_not_available_is_refused_with_the_value_to_leave(field, value):
@@ -180,7 +177,7 @@ def test_a_zero_switches_off_as_false_does(off):
 
 
 def test_steps_ahead_without_graphs_are_refused():
-    said = "use_async_batching=True launches CUDA graphs ahead, and use_cuda_graph=.* has none"
+    said = "launches CUDA graphs ahead of time, but use_cuda_graph=.* makes none"
     for use_cuda_graph in (False, (False, False)):
         with pytest.raises(ConfigurationError, match=said):
             RolloutConfig(use_async_batching=True, use_cuda_graph=use_cuda_graph)
@@ -217,7 +214,10 @@ def test_a_transformers_config_is_read_field_by_field():
         "seed": 11,
     }
     theirs = ContinuousBatchingConfig(**{BLOCK_FIELD: 16}, **settings)
-    assert as_rollout_config(theirs) == RolloutConfig(block_size=16, **settings)
+    # Their default is a number of seconds.
+    timeout = getattr(theirs, "cpu_group_timeout", None)
+    expected = RolloutConfig(block_size=16, cpu_group_timeout=timeout, **settings)
+    assert as_rollout_config(theirs) == expected
 
 
 def test_the_deprecated_block_size_of_transformers_is_read_too():
@@ -240,29 +240,29 @@ READ_AS = {
     "use_async_batching": (False, {"use_async_batching": False}),
     "use_cuda_graph": (False, {"use_cuda_graph": False}),
     "q_padding_interval_size": (64, {"q_padding_interval_size": 64}),
-    "kv_padding_interval_size": (64, "kv_padding_interval_size=64 .*; leave it at 0"),
+    "kv_padding_interval_size": (64, {"kv_padding_interval_size": 64}),
     "max_cached_graphs": (4, {"max_cached_graphs": 4}),
-    "varlen_compile_config": (CompileConfig(), "varlen_compile_config=.*; leave it at None"),
-    "decode_compile_config": (CompileConfig(), "decode_compile_config=.*; leave it at None"),
-    "default_compile_level": (1, {"use_default_compile_configs": True}),
+    "varlen_compile_config": (CompileConfig(), {"varlen_compile_config": CompileConfig()}),
+    "decode_compile_config": (CompileConfig(), {"decode_compile_config": CompileConfig()}),
+    "default_compile_level": (1, {"default_compile_level": 1}),
     "use_default_compile_configs": (True, {"use_default_compile_configs": True}),
     "scheduler_type": ("prefill_first", {"scheduler_type": "prefill_first"}),
-    "safety_margin": (0.2, "safety_margin=0.2 .*; leave it at None: a lower max_requests_per"),
+    "safety_margin": (0.2, {"safety_margin": 0.2}),
     "return_logprobs": (True, {"return_logprobs": True}),
     "seed": (11, {"seed": 11}),
     "auto_switch_to_flash": (False, {}),
-    "cpu_offload_space": (
-        2.0,
-        "cpu_offload_space=2.0 .*; leave it at 0.0: preempted sequences are",
-    ),
-    # Bounds what is not there.
-    "cpu_offload_space_safety_threshold": (0.5, {}),
+    "cpu_offload_space": (2.0, {"cpu_offload_space": 2.0}),
+    "cpu_offload_space_safety_threshold": (0.5, {"cpu_offload_space_safety_threshold": 0.5}),
     "max_queue_size": (3, {"max_queue_size": 3}),
     "per_request_processors": (True, {}),
     "drop_unsupported_processors": (False, {}),
     "disable_nccl_graph_mixing": (False, {}),
-    "cpu_group_timeout": (5.0, "cpu_group_timeout=5.0 .*; leave it at 300.0"),
+    "cpu_group_timeout": (5.0, {"cpu_group_timeout": 5.0}),
 }
+
+
+# What transformers' config sets beside a field.
+SET_BESIDE = {"use_default_compile_configs": {"default_compile_level": 3}}
 
 
 @pytest.mark.parametrize("name", INSTALLED_FIELDS)
@@ -278,7 +278,8 @@ def test_every_field_of_the_installed_transformers_config_is_honoured_or_refused
             RolloutConfig(**{name: value})
     else:
         others = as_rollout_config(ContinuousBatchingConfig())
-        assert as_rollout_config(theirs) == dataclasses.replace(others, **expected)
+        beside = SET_BESIDE.get(name, {})
+        assert as_rollout_config(theirs) == dataclasses.replace(others, **expected, **beside)
         assert RolloutConfig(**{name: value}) == RolloutConfig(**expected)
 
 
@@ -293,11 +294,33 @@ def test_a_field_of_a_later_transformers_is_refused_by_name_once_it_is_set():
         as_rollout_config(Later(warp_factor=9))
 
 
-def test_levels_of_compilation_are_read_as_what_they_compile():
-    assert RolloutConfig(default_compile_level=0) == RolloutConfig()
-    assert RolloutConfig(default_compile_level=1).use_default_compile_configs
-    with pytest.raises(ConfigurationError, match=r"default_compile_level=2 .* 1 compiles decode"):
-        RolloutConfig(default_compile_level=2)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"cpu_offload_space": None}, (None, 0.8)),
+        ({"cpu_offload_space_safety_threshold": 0.0}, (0.0, 0.0)),
+        ({"cpu_offload_space": 4}, (4.0, 0.8)),
+    ],
+)
+def test_the_space_of_offloaded_keys_is_read_as_transformers_means_it(settings, expected):
+    ours = as_rollout_config(ContinuousBatchingConfig(**settings))
+    assert (ours.cpu_offload_space, ours.cpu_offload_space_safety_threshold) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("cpu_offload_space", -1, "is neither None nor a finite number >= 0 of GiB"),
+        ("cpu_offload_space_safety_threshold", 1.5, r"is outside \[0, 1\]; 0.8 is 80%"),
+        ("cpu_offload_space_safety_threshold", 80, r"is outside \[0, 1\]"),
+        ("safety_margin", -0.1, r"is neither None nor a share in \[0, 1\]; 0.15 is 15%"),
+        ("safety_margin", 15, r"is neither None nor a share in \[0, 1\]"),
+        ("cpu_group_timeout", 0, "is neither None nor a finite number > 0 of seconds"),
+    ],
+)
+def test_settings_of_memory_and_time_have_a_range(field, value, complaint):
+    with pytest.raises(ConfigurationError, match=f"{field}={value} {complaint}"):
+        RolloutConfig(**{field: value})
 
 
 def test_one_setting_under_two_names_is_refused_unless_they_agree():
@@ -310,11 +333,10 @@ def test_one_setting_under_two_names_is_refused_unless_they_agree():
     ("field", "value"),
     [
         ("use_cuda_graph", (True, False)),
-        ("varlen_compile_config", CompileConfig()),
-        ("decode_compile_config", CompileConfig(options={"a": 1})),
+        ("use_cuda_graph", (True, True)),
     ],
 )
-def test_a_transformers_field_that_asks_for_graphs_or_compilation_is_refused(field, value):
+def test_a_transformers_field_that_asks_for_graphs_of_prefill_is_refused(field, value):
     with pytest.raises(ConfigurationError, match=f"{field}=.* is not available; leave it at"):
         as_rollout_config(ContinuousBatchingConfig(**{field: value}))
 

@@ -315,6 +315,7 @@ NOT_GRAPHED = {
     "min_new_tokens": 5,
     "min_length": 5,
     "top_logprobs": 2,
+    "adapter": "one",
     "sequence_bias": {(3, 4): 1.0},
     "no_repeat_ngram_size": 2,
     "forced_eos_token_id": (3,),

@@ -113,7 +113,7 @@ def counting(num_trained: list[int]) -> Any:
 
     def scores(self: Any, *arguments: Any) -> Any:
         found = own(self, *arguments)
-        if self.model.training and torch.is_grad_enabled():
+        if self.facts.module.training and torch.is_grad_enabled():
             num_trained.append(sum(part.logprobs_K.requires_grad for part in found))
         return found
 

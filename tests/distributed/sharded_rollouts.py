@@ -161,7 +161,7 @@ def follow(
             generator.sync_weights()
             same = [torch.equal(a, b) for a, b in zip(parts, local_parts(parameters), strict=True)]
             parts_kept = parts_kept and all(same)
-        is_shared = not generator.manager.engine.runs_a_copy
+        is_shared = not generator.manager.engine.training_model.is_copied
         # Every process takes part in the model's forward.
         model.eval()
         with torch.no_grad():
@@ -235,7 +235,7 @@ STUCK_SECONDS = 280
 
 
 def main() -> None:
-    """Every way, one after the other."""
+    """Every way that was named, one after the other."""
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     dist.init_process_group("gloo")
     checked = RolloutConfig(seed=dist.get_rank(), verify_weight_sync=True)
@@ -244,33 +244,35 @@ def main() -> None:
     exact = replace(checked, weight_sync="copy", rollout_dtype="float32")
     copied = replace(checked, weight_sync="copy")
     tied = {"tie_word_embeddings": True}
-    results: dict[str, Any] = {
-        "fsdp2": follow(sharded(plain()), plain(), checked),
-        "fsdp2_slept": follow(sharded(plain()), plain(), checked, level=2),
-        "fsdp2_tied_slept": follow(sharded(plain(**tied)), plain(**tied), checked, level=2),
-        "fsdp2_lora_slept": follow(sharded(with_lora()), with_lora(), checked, level=2),
-        "fsdp1_slept": follow(fsdp1(plain()), plain(), checked, level=2),
-        "fsdp2_root": follow(fully_shard(plain()), plain(), checked),
-        "fsdp2_tied": follow(sharded(plain(**tied)), plain(**tied), checked),
-        "fsdp2_bf16": follow(sharded(plain(), mp_policy=half), plain(), checked),
-        "fsdp2_bf16_exact": follow(sharded(plain(), mp_policy=half), plain(), exact),
-        "fsdp1": follow(fsdp1(plain()), plain(), checked),
-        "fsdp1_tied": follow(fsdp1(plain(**tied)), plain(**tied), checked),
-        "fsdp1_bf16": follow(fsdp1(plain(), mixed_precision=half1), plain(), checked),
-        "fsdp1_lora": follow(fsdp1(with_lora()), with_lora(), checked),
-        "fsdp2_lora": follow(sharded(with_lora()), with_lora(), checked),
-        "ddp": follow(DistributedDataParallel(plain()), plain(), checked),
-        "ddp_copy": follow(DistributedDataParallel(plain()), plain(), copied),
-        "plain": follow(plain(), plain(), checked),
-        "plain_copy": follow(plain(), plain(), copied),
+    *ways, path = sys.argv[1:]
+    every_way: dict[str, Callable[[], dict[str, Any]]] = {
+        "fsdp2": lambda: follow(sharded(plain()), plain(), checked),
+        "fsdp2_slept": lambda: follow(sharded(plain()), plain(), checked, level=2),
+        "fsdp2_tied_slept": lambda: follow(sharded(plain(**tied)), plain(**tied), checked, level=2),
+        "fsdp2_lora_slept": lambda: follow(sharded(with_lora()), with_lora(), checked, level=2),
+        "fsdp1_slept": lambda: follow(fsdp1(plain()), plain(), checked, level=2),
+        "fsdp2_root": lambda: follow(fully_shard(plain()), plain(), checked),
+        "fsdp2_tied": lambda: follow(sharded(plain(**tied)), plain(**tied), checked),
+        "fsdp2_bf16": lambda: follow(sharded(plain(), mp_policy=half), plain(), checked),
+        "fsdp2_bf16_exact": lambda: follow(sharded(plain(), mp_policy=half), plain(), exact),
+        "fsdp1": lambda: follow(fsdp1(plain()), plain(), checked),
+        "fsdp1_tied": lambda: follow(fsdp1(plain(**tied)), plain(**tied), checked),
+        "fsdp1_bf16": lambda: follow(fsdp1(plain(), mixed_precision=half1), plain(), checked),
+        "fsdp1_lora": lambda: follow(fsdp1(with_lora()), with_lora(), checked),
+        "fsdp2_lora": lambda: follow(sharded(with_lora()), with_lora(), checked),
+        "ddp": lambda: follow(DistributedDataParallel(plain()), plain(), checked),
+        "ddp_copy": lambda: follow(DistributedDataParallel(plain()), plain(), copied),
+        "plain": lambda: follow(plain(), plain(), checked),
+        "plain_copy": lambda: follow(plain(), plain(), copied),
     }
+    results: dict[str, Any] = {way: every_way[way]() for way in ways}
     results["drawn"] = drawn(DistributedDataParallel(plain()))
     own = fsdp1(plain(), use_orig_params=False)
     results["refusal"] = refusal(lambda: RolloutGenerator(own))
     parted = sharded(plain())
     results["packed_refusal"] = refusal(lambda: packed_logprobs(parted, outputs_of(0)))
     results["packed"] = [packed_gradients(), packed_gradients(static_graph=True)]
-    Path(sys.argv[-1]).write_text(json.dumps(results))
+    Path(path).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

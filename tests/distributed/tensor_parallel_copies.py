@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.compat.fsdp import local_part
 
+FIRST = "llama"
 STUCK_SECONDS = 280
 NEW_TOKENS = 12
 PARAMS = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -120,41 +121,48 @@ def refusal(generator: RolloutGenerator) -> str:
     return ""
 
 
-def main(model_types: str, path: str) -> None:
-    """Every type under FSDP2, and the first one in all ways."""
+def main(*ways: str, path: str) -> None:
+    """Every way that was named: of the first model type, or another type's name for FSDP2."""
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    first, *others = model_types.split(",")
     names: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(names)
 
-    def plain(model_type: str = first) -> Any:
+    def plain(model_type: str = FIRST) -> Any:
         return create_model(model_type, **HEADS)
 
     def tied() -> Any:
-        return create_model(first, tie_word_embeddings=True, **HEADS)
+        return create_model(FIRST, tie_word_embeddings=True, **HEADS)
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    split = load_split(plain(), Path(names[0]) / "2", fsdp_size=2, tp_size=2)
-    split4 = load_split(plain(), Path(names[0]) / "4", tp_size=4)
-    found = {
-        "fsdp2 x tp2": check(split, plain(), 1, is_split=True),
-        "tp4": check(split4, plain(), 1, is_split=True, weight_sync="copy"),
-        "ddp": check(DistributedDataParallel(plain()), plain(), 2),
-        "fsdp2": check(sharded(plain()), plain(), 2),
-        "fsdp2_lora": check(sharded(with_lora(plain())), with_lora(plain()), 2),
-        "fsdp2_of_four": check(sharded(plain()), plain(), 4),
-        "fsdp2_by_columns": check(sharded(plain(), shard_placement_fn=by_columns), plain(), 2),
-        "fsdp2_tied": check(sharded(tied()), tied(), 2),
-        "hsdp": check(sharded(plain(), mesh=mesh), plain(), 2),
+
+    def split(number: int, **sizes: int) -> Any:
+        return load_split(plain(), Path(names[0]) / str(number), **sizes)
+
+    every_way: dict[str, Any] = {
+        "fsdp2 x tp2": lambda: check(split(2, fsdp_size=2, tp_size=2), plain(), 1, is_split=True),
+        "tp4": lambda: check(split(4, tp_size=4), plain(), 1, is_split=True, weight_sync="copy"),
+        "ddp": lambda: check(DistributedDataParallel(plain()), plain(), 2),
+        "fsdp2": lambda: check(sharded(plain()), plain(), 2),
+        "fsdp2_lora": lambda: check(sharded(with_lora(plain())), with_lora(plain()), 2),
+        "fsdp2_of_four": lambda: check(sharded(plain()), plain(), 4),
+        "fsdp2_by_columns": lambda: check(
+            sharded(plain(), shard_placement_fn=by_columns), plain(), 2
+        ),
+        "fsdp2_tied": lambda: check(sharded(tied()), tied(), 2),
+        "hsdp": lambda: check(sharded(plain(), mesh=mesh), plain(), 2),
     }
-    for model_type in others:
-        found[model_type] = check(sharded(plain(model_type)), plain(model_type), 2)
+    found: dict[str, Any] = {}
+    for way in ways:
+        if way in every_way:
+            found[way] = every_way[way]()
+        else:
+            found[way] = check(sharded(plain(way)), plain(way), 2)
     Path(path).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:-1], path=sys.argv[-1])

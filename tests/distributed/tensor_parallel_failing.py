@@ -27,13 +27,17 @@ SHORT_SECONDS = 6
 
 def main(way: str, _: str) -> None:
     torch.set_num_threads(1)
-    is_absent = way.startswith("absent")
-    timeout = timedelta(seconds=SHORT_SECONDS) if is_absent else timedelta(minutes=30)
+    is_late = way.startswith("late")
+    is_absent = way.startswith("absent") or is_late
+    is_short = is_absent and not is_late
+    timeout = timedelta(seconds=SHORT_SECONDS) if is_short else timedelta(minutes=30)
     dist.init_process_group("gloo", timeout=timeout)
     names: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(names)
     split = load_split(tiny_model(), Path(names[0]) / "model", tp_size=2)
-    generator = RolloutGenerator(split, RolloutConfig(seed=0, num_blocks=64))
+    wait = SHORT_SECONDS if is_late else None
+    config = RolloutConfig(seed=0, num_blocks=64, cpu_group_timeout=wait)
+    generator = RolloutGenerator(split, config)
     started = time.monotonic()
     failing = 0 if way.endswith("_leader") else 1
     num_forwards = 0

@@ -79,20 +79,22 @@ def check(model_type: str, folder: Path) -> dict[str, Any]:
         found["tokens"] = [row["tokens"] for row in rows]
         found["preemptions"] = together.manager.counters.preemptions
         keys = [
-            spec.keys for spec in together.manager.engine.layout.layers if spec.keys is not None
+            spec.keys
+            for spec in together.manager.engine.paged_model.layout.layers
+            if spec.keys is not None
         ]
         found["key_heads"] = keys[-1].shape[0]
     return found
 
 
-def main(model_types: str, path: str) -> None:
+def main(*model_types: str, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         names: list[str] = [name]
         dist.broadcast_object_list(names)
-        for model_type in model_types.split(","):
+        for model_type in model_types:
             found[model_type] = check(model_type, Path(names[0]) / model_type)
         Path(path).write_text(json.dumps(found))
         dist.barrier()
@@ -100,4 +102,4 @@ def main(model_types: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:-1], path=sys.argv[-1])

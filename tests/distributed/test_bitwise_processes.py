@@ -1,7 +1,7 @@
 """Two processes that train one model with numerics="bitwise"."""
 
 import pytest
-from processes import run_processes
+from processes import asked_for, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -10,8 +10,8 @@ WAYS = ["ddp", "fsdp2", "fsdp2_bf16", "fsdp1"]
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_processes("distributed/trl_bitwise.py", *WAYS)
+def ranks(request):
+    return run_processes("distributed/trl_bitwise.py", *asked_for(request, WAYS))
 
 
 @pytest.mark.parametrize("loss_forward", ["trainer", "packed"])
@@ -25,6 +25,7 @@ def test_processes_sample_what_they_train_on_in_every_bit(ranks, way, loss_forwa
         assert run["num_weights"] > 0
 
 
+@pytest.mark.ways("fsdp2_bf16")
 def test_fsdp2_that_rounds_the_trainers_logprobs_is_refused(ranks):
     for found in ranks:
         assert (

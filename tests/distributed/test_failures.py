@@ -4,10 +4,12 @@ Each launch has a limit far below the half hour that a collective waits for a lo
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from processes import free_port
 
@@ -20,8 +22,8 @@ TIMEOUT_SECONDS = 240
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("kill", "Signal 9 (SIGKILL)"),
-        ("linger", "another process failed first, and this one waits for it. rank 1: ValueError"),
+        ("kill", ["rank      : 1 (local_rank: 1)", "Signal 9 (SIGKILL)"]),
+        ("linger", ["another process failed first, and this one waits for it. rank 1: ValueError"]),
     ],
 )
 def test_the_launch_ends_and_says_why(tmp_path, how, said):
@@ -40,4 +42,9 @@ def test_the_launch_ends_and_says_why(tmp_path, how, said):
         check=False,
     )
     assert result.returncode
-    assert said in result.stdout
+    for words in said:
+        assert words in result.stdout
+    started = re.findall(r"^process (\d+) is one of (\d+)$", result.stdout, re.MULTILINE)
+    assert [size for _, size in started] == ["2", "2"]
+    assert len(set(started)) == 2
+    assert not any(psutil.pid_exists(int(pid)) for pid, _ in started)

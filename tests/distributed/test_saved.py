@@ -4,7 +4,7 @@ from itertools import chain
 from statistics import fmean
 
 import pytest
-from processes import run_processes
+from processes import asked_for, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -12,8 +12,10 @@ WAYS = ("divided", "rloo", "dynamic", "eval")
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return run_processes("distributed/trl_saved.py", *WAYS, str(tmp_path_factory.mktemp("saved")))
+def ranks(request, tmp_path_factory):
+    ways = asked_for(request, WAYS)
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return run_processes("distributed/trl_saved.py", *ways, folder)
 
 
 def assert_rewards_are_of_the_rows(ranks, way):
@@ -43,6 +45,7 @@ def test_rewards_are_of_the_rows_however_they_were_sampled(ranks, way):
     assert_rewards_are_of_the_rows(ranks, way)
 
 
+@pytest.mark.ways("divided")
 def test_a_group_that_is_divided_over_processes_is_recorded_whole(ranks):
     groups, means = ranks[0]["divided"]["groups"], ranks[0]["divided"]["means"]
     assert [[len(group) for group in step] for step in groups] == [[4], [4]]

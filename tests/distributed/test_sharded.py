@@ -1,7 +1,7 @@
 """Several processes train one model; each one's rollouts are those of the whole model."""
 
 import pytest
-from processes import run_processes
+from processes import asked_for, run_processes
 from tiny import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -13,19 +13,21 @@ SHARDED = ["fsdp2", "fsdp2_root", "fsdp2_tied", "fsdp2_lora", "fsdp1", "fsdp1_ti
 SLEPT = ["fsdp2_slept", "fsdp2_tied_slept", "fsdp2_lora_slept", "fsdp1_slept"]
 WHOLE = ["plain", "plain_copy", "ddp", "ddp_copy"]
 ZERO = ["zero1", "zero2", "zero3", "zero3_tied", "zero3_lora", "zero3_slept"]
+BF16 = ["fsdp2_bf16", "fsdp2_bf16_exact", "fsdp1_bf16"]
 SHARED = ["plain", "ddp", "zero1", "zero2"]
 # Of these, the ways in which nothing is copied.
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_processes("distributed/sharded_rollouts.py")
+def ranks(request):
+    ways = asked_for(request, WHOLE + SHARDED + SLEPT + BF16)
+    return run_processes("distributed/sharded_rollouts.py", *ways)
 
 
 @pytest.fixture(scope="module")
-def zero_ranks():
+def zero_ranks(request):
     pytest.importorskip("deepspeed", reason="ZeRO is tested where deepspeed is installed")
-    return run_processes("distributed/zero_rollouts.py")
+    return run_processes("distributed/zero_rollouts.py", *asked_for(request, ZERO))
 
 
 def require_followed(ranks, way):
@@ -74,6 +76,7 @@ def test_under_mixed_precision_the_copy_computes_what_the_trainers_forward_does(
         assert rank[way]["drift"] < 0.2
 
 
+@pytest.mark.ways("fsdp2_bf16", "fsdp2_bf16_exact")
 def test_a_copy_holds_what_the_optimizer_steps_not_what_a_forward_left_whole(ranks):
     for rank in ranks:
         assert rank["fsdp2_bf16"]["head_is_rounded"]
@@ -94,6 +97,7 @@ def test_fsdp1_without_the_models_own_parameters_is_refused_with_advice(ranks):
         assert "set use_orig_params=True" in rank["refusal"]
 
 
+@pytest.mark.ways("fsdp2", "fsdp1", "ddp", "ddp_copy", "fsdp2_lora_slept")
 def test_what_is_copied_is_counted(ranks):
     for rank in ranks:
         # After a sleep, the frozen layers below adapters are copied too.

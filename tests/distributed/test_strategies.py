@@ -1,7 +1,7 @@
 """Strategies in the batches of several processes: each has whole groups of its own."""
 
 import pytest
-from processes import run_processes
+from processes import asked_for, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -9,8 +9,8 @@ WAYS = ("dynamic", "dynamic_split", "over", "partial", "fsdp2")
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return run_processes("distributed/trl_strategies.py", *WAYS)
+def pair(request):
+    return run_processes("distributed/trl_strategies.py", *asked_for(request, WAYS))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -48,6 +48,7 @@ def test_groups_to_spare_go_to_the_process_that_lacks_some(pair):
     assert [rank["dealt"][2] for rank in pair] == [[own[0], 0], [[[1, 0], [0, 3], [0, 4]], 0]]
 
 
+@pytest.mark.ways("dynamic", "dynamic_split")
 def test_only_sampling_ahead_is_refused_over_a_split_copy(pair):
     for rank in pair:
         assert "tensor_parallel_size above 1" in rank["dynamic_split"]["refusal"]

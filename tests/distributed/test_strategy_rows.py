@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from counted_rows import times
-from processes import run_processes
+from processes import asked_for, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -12,8 +12,8 @@ WAYS = ("partial", "over", "dynamic")
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return run_processes("distributed/trl_strategy_rows.py", *WAYS)
+def pair(request):
+    return run_processes("distributed/trl_strategy_rows.py", *asked_for(request, WAYS))
 
 
 @pytest.mark.parametrize("run", ["whole", "resumed"])
@@ -24,6 +24,7 @@ def test_each_row_is_trained_once_by_one_process(pair, way, run):
     assert not shares[0].keys() & shares[1].keys()
 
 
+@pytest.mark.ways("dynamic")
 @pytest.mark.parametrize("run", ["whole", "resumed"])
 def test_both_processes_offer_each_row_once_a_pass(pair, run):
     shares = [rank["dynamic"][run][1] for rank in pair]

@@ -1,7 +1,7 @@
 """Two processes learn with attach what stock trainers learn from the same completions."""
 
 import pytest
-from processes import run_processes
+from processes import asked_for, run_processes
 from replay import FLOAT32, saved_model
 
 pytestmark = pytest.mark.slow
@@ -19,11 +19,12 @@ NAMES = [
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(request, tmp_path_factory):
     models = tmp_path_factory.mktemp("models")
     # In a process of several, transformers saves by the first alone.
     saved_model(models, ())
-    return run_processes("distributed/trl_replay.py", str(models), *NAMES)
+    names = asked_for(request, NAMES, "name")
+    return run_processes("distributed/trl_replay.py", str(models), *names)
 
 
 @pytest.mark.parametrize("name", NAMES)

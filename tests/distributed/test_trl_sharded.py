@@ -4,7 +4,7 @@ And with loss_forward="packed" they, and those under DDP, learn what they would 
 """
 
 import pytest
-from processes import run_processes
+from processes import asked_for, run_processes
 
 pytestmark = pytest.mark.slow
 
@@ -28,14 +28,15 @@ PACKED_ZERO = ["zero2/accumulated", "zero3/uneven", "zero3/checkpointed", "zero3
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_processes("distributed/trl_sharded.py", *PACKED, *FSDP, *BF16)
+def ranks(request):
+    ways = asked_for(request, PACKED + FSDP + BF16)
+    return run_processes("distributed/trl_sharded.py", *ways)
 
 
 @pytest.fixture(scope="module")
-def zero_ranks():
+def zero_ranks(request):
     pytest.importorskip("deepspeed", reason="ZeRO is tested where deepspeed is installed")
-    return run_processes("distributed/trl_sharded.py", *ZERO, *PACKED_ZERO)
+    return run_processes("distributed/trl_sharded.py", *asked_for(request, ZERO + PACKED_ZERO))
 
 
 def require_followed(rank):
@@ -58,8 +59,9 @@ SPLIT = ["fsdp2_tensor_parallel", "fsdp2_tensor_parallel_tools"]
 
 
 @pytest.fixture(scope="module")
-def split_ranks():
-    return run_processes("distributed/trl_sharded.py", *SPLIT, num_processes=4)
+def split_ranks(request):
+    ways = asked_for(request, SPLIT)
+    return run_processes("distributed/trl_sharded.py", *ways, num_processes=4)
 
 
 @pytest.mark.parametrize("way", SPLIT)
@@ -117,6 +119,7 @@ def test_a_packed_loss_learns_so_under_deepspeed_too(zero_ranks, way):
         assert rank[way]["layout"] == "shared_prefixes"
 
 
+@pytest.mark.ways("ddp/uneven")
 def test_each_process_trains_on_as_many_batches_as_it_needs(ranks):
     first, last = (rank["ddp/uneven"]["num_trained"] for rank in ranks)
     assert max(first) > 1
@@ -153,6 +156,7 @@ def test_a_batch_that_one_process_cannot_pack_does_not_switch_packing_off(ranks,
     assert (numbers[0] == numbers[1]) == way.startswith("fsdp2")
 
 
+@pytest.mark.ways("ddp/older")
 @pytest.mark.parametrize("way", WRONG)
 def test_no_process_trusts_log_probabilities_that_are_wrong_on_one(ranks, way):
     assert not any(rank[way]["is_trusted"] for rank in ranks)

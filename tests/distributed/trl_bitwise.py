@@ -47,7 +47,7 @@ def trained(folder: Path, loss_forward: str, way: str) -> tuple[dict[str, Any], 
         )
     engine = attach(trainer, config).manager.engine
     trainer.train()
-    is_shared = not engine.runs_a_copy
+    is_shared = not engine.training_model.is_copied
     detach(trainer)
     figures = [logged(trainer, name) for name in FIGURES]
     seen = {"figures": figures, "is_shared": is_shared, "refusal": refusal}

@@ -40,6 +40,9 @@ def main() -> None:
     trainer = tiny_trainer(
         Path(folder) / os.environ["RANK"], reward=Failing(how), per_device_train_batch_size=8
     )
+    # In one write, so that the lines of two processes do not mix.
+    sys.stdout.write(f"process {os.getpid()} is one of {trainer.accelerator.num_processes}\n")
+    sys.stdout.flush()
     with attach(trainer, RolloutConfig(verify_every_steps=0)):
         try:
             trainer.train()

@@ -116,11 +116,13 @@ def main() -> None:
         refused = [] if way in ("own", "fsdp2_engine") else refusals(pool)
         report = generator.sync_weights()
         num_alive = 0 if way == "fsdp2_engine" else pool.num_alive
+        workers = [process.pid for process in pool._cluster._processes] if way == "own" else []
     (output,) = outputs.values()
     result = {
         "version": report.policy_version,
         "sent_bytes": report.bytes_copied,
         "num_alive": num_alive,
+        "worker_pids": workers,
         "tokens": output.generated_tokens,
         "versions": output.policy_versions,
         "drifts": logged(trainer, "rollout/logprob_drift_max"),

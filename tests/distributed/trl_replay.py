@@ -1,7 +1,7 @@
 """One process of several that train attached trainers, and stock ones on what these sampled.
 
 Run by `processes.run_processes`, with the folder of saved models, and names of settings of
-`replay_table.REPLAYS`.
+`pages.replay_table.REPLAYS`.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from replay import create_trainer, train_attached, train_stock
 
-from replay_table import REPLAYS
+from pages.replay_table import REPLAYS
 
 SETTINGS = {setting.name: setting for setting in REPLAYS}
 

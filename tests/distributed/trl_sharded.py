@@ -129,8 +129,8 @@ def train(
     num_rows_held = len(local_part(engine.model.lm_head.weight))
     generator.close()
     return {
-        "is_shared": not engine.runs_a_copy,
-        "trained": type(engine.trained).__name__,
+        "is_shared": not engine.training_model.is_copied,
+        "trained": type(engine.training_model.module).__name__,
         "moved": max(abs(a - b) for a, b in zip(before, after, strict=True)),
         "dtypes": sorted({str(p.dtype) for p in engine.model.parameters()}),
         "policy_version": generator.policy_version,

@@ -126,7 +126,7 @@ def train(output_dir: Path) -> dict[str, Any]:
     generator = attach(ours, RolloutConfig(verify_every_steps=1, verify_weight_sync=True))
     record = watched(ours)
     ours.train()
-    is_copy = generator.manager.engine.runs_a_copy
+    is_copy = generator.manager.engine.training_model.is_copied
     generator.close()
     theirs = vision_trainer(output_dir / "theirs", **settings)
     reference = play_back(theirs, record.turns)

@@ -52,25 +52,27 @@ def gathered(model: Any) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Every way, one after the other."""
+    """Every way that was named, one after the other."""
     faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
     deepspeed.init_distributed(dist_backend="gloo")
     config = RolloutConfig(seed=dist.get_rank(), verify_weight_sync=True)
     tied = {"tie_word_embeddings": True}
-    ways = {
-        "zero1": (1, plain, {}),
-        "zero2": (2, plain, {}),
-        "zero3": (3, plain, {}),
-        "zero3_tied": (3, plain, tied),
-        "zero3_lora": (3, with_lora, {}),
+    *ways, path = sys.argv[1:]
+    # Stage, model, its settings, and the level of the sleep before each step.
+    every_way: dict[str, tuple[int, Callable[..., Any], dict[str, Any], int]] = {
+        "zero1": (1, plain, {}, 0),
+        "zero2": (2, plain, {}, 0),
+        "zero3": (3, plain, {}, 0),
+        "zero3_tied": (3, plain, tied, 0),
+        "zero3_lora": (3, with_lora, {}, 0),
+        "zero3_slept": (3, plain, {}, 2),
     }
-    results = {
-        way: follow(engine(make(**settings), stage), make(**settings), config, stepping, gathered)
-        for way, (stage, make, settings) in ways.items()
-    }
-    slept = engine(plain(), 3)
-    results["zero3_slept"] = follow(slept, plain(), config, stepping, gathered, level=2)
-    Path(sys.argv[-1]).write_text(json.dumps(results))
+    results: dict[str, Any] = {}
+    for way in ways:
+        stage, make, settings, level = every_way[way]
+        model = engine(make(**settings), stage)
+        results[way] = follow(model, make(**settings), config, stepping, gathered, level)
+    Path(path).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,6 +1,4 @@
-"""Which types every test run checks."""
-
-from collections.abc import Iterable
+"""What the release of transformers that the tables are of is needed for."""
 
 import pytest
 import transformers
@@ -12,8 +10,3 @@ IS_NEWEST = Version(transformers.__version__) >= Version(NEWEST)
 of_the_newest = pytest.mark.skipif(
     not IS_NEWEST, reason=f"tables and documents name the types of transformers {NEWEST}"
 )
-
-
-def slow_beside(core: Iterable[str], types: Iterable[str]) -> list:
-    """Mark the types that are not of the core as slow."""
-    return [pytest.param(t, marks=() if t in core else pytest.mark.slow) for t in types]

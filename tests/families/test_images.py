@@ -17,7 +17,8 @@ from images import (
     prompt,
     read,
 )
-from marks import IS_NEWEST, of_the_newest, slow_beside
+from marks import IS_NEWEST, of_the_newest
+from nightly import some_slow
 from parity import TOLERANCE
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -60,7 +61,8 @@ def test_generate_reads_images_as_the_plain_forward_does(model_type):
         assert (changed - logprobs).abs().max() > EFFECT
 
 
-@pytest.mark.parametrize("model_type", slow_beside(image_needs.ENGINE_CORE, RUNNING))
+@pytest.mark.fast_cases("qwen2_5_vl")
+@pytest.mark.parametrize("model_type", some_slow(RUNNING, image_needs.ENGINE_CORE))
 def test_prompts_with_images_agree_with_the_plain_forward_and_generate(model_type):
     found = check(model_type)
     assert found.drift <= found.tolerance
@@ -68,7 +70,7 @@ def test_prompts_with_images_agree_with_the_plain_forward_and_generate(model_typ
     assert found.effect > EFFECT
 
 
-@pytest.mark.parametrize("model_type", slow_beside(image_needs.TOKEN_IDS_CORE, RUNNING))
+@pytest.mark.parametrize("model_type", some_slow(RUNNING, image_needs.TOKEN_IDS_CORE))
 def test_expanded_token_ids_have_the_tensors_of_the_text(model_type):
     if model_type == "qianfan_ocr" and not IS_NEWEST:
         pytest.skip("its processor of transformers 5.17 does not expand markers without a text")
@@ -88,7 +90,7 @@ def test_expanded_token_ids_have_the_tensors_of_the_text(model_type):
     assert all(torch.equal(of_ids.tensors[name], of_text.tensors[name]) for name in of_text.tensors)
 
 
-@pytest.mark.parametrize("model_type", slow_beside(("mllama",), image_needs.REFUSED))
+@pytest.mark.parametrize("model_type", some_slow(image_needs.REFUSED, ("mllama",)))
 def test_images_that_cannot_run_are_refused_in_one_line(model_type):
     with pytest.raises(RolloutError, match=r"^[^\n]+\.$"):
         check(model_type)
@@ -116,6 +118,7 @@ def test_the_document_names_the_types_that_are_refused():
     assert named == set(image_needs.REFUSED)
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
 def test_images_run_in_16_bits_as_they_do_in_float32(model_type):
     """A mask that is wrong for image tokens is hundredths of a nat off, less than 16 bits round."""
@@ -129,6 +132,5 @@ def test_images_run_in_16_bits_as_they_do_in_float32(model_type):
         config = RolloutConfig(seed=0, block_size=4)
         with RolloutGenerator(model.to(dtype), config, tokenizer=processor) as generator:
             generator.generate_batch([row], max_new_tokens=2)
-            runner = generator.manager.engine.runner
-            found.append(runner.cuts_images)
+            found.append(generator.manager.engine.image_checks.cuts)
     assert found[0] == found[1]

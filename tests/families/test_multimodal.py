@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from configs import tiny_config
-from marks import of_the_newest, slow_beside
+from marks import of_the_newest
 from multimodal import CORE, NOT_BUILT, REFUSED
+from nightly import some_slow
 from parity import check, create_model, plain_logprobs, prompts
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
 from transformers.models.auto.modeling_auto import (
@@ -56,7 +57,7 @@ def create(model_type):
 DRAWS_IMAGE_TOKEN = pytest.param(
     "mistral_large4",
     marks=[
-        pytest.mark.slow,
+        pytest.mark.nightly,
         pytest.mark.xfail(
             strict=True,
             reason="once, the greedy token is not the plain forward's most likely, the image token",
@@ -65,9 +66,10 @@ DRAWS_IMAGE_TOKEN = pytest.param(
 )
 
 
+@pytest.mark.fast_cases("lfm2_vl")
 @pytest.mark.parametrize(
     "model_type",
-    [*slow_beside(CORE, [t for t in RUNNING if t != "mistral_large4"]), DRAWS_IMAGE_TOKEN],
+    [*some_slow([t for t in RUNNING if t != "mistral_large4"], CORE), DRAWS_IMAGE_TOKEN],
 )
 def test_a_type_agrees_on_text_with_its_plain_forward_and_its_generate(model_type):
     found = check(create(model_type))
@@ -77,7 +79,7 @@ def test_a_type_agrees_on_text_with_its_plain_forward_and_its_generate(model_typ
     assert found.num_preemptions > 0
 
 
-@pytest.mark.parametrize("model_type", slow_beside(("idefics", "paligemma"), REFUSED))
+@pytest.mark.parametrize("model_type", some_slow(REFUSED, ("idefics", "paligemma")))
 def test_a_type_that_cannot_run_is_refused_in_one_line(model_type):
     model = create(model_type)
     with pytest.raises(ConfigurationError, match=r"^[^\n]+\.$"):
@@ -98,7 +100,7 @@ def test_a_tiny_model_has_every_kind_of_layer_that_its_type_has(model_type):
     assert kinds(tiny_config(model_type)) >= kinds(CONFIG_MAPPING[model_type]())
 
 
-@pytest.mark.parametrize("model_type", slow_beside(("qwen2_5_vl", "qwen3_5"), KEEP_OFFSETS))
+@pytest.mark.parametrize("model_type", some_slow(KEEP_OFFSETS, ("qwen2_5_vl", "qwen3_5")))
 def test_a_rollout_neither_reads_nor_writes_the_position_offset_of_another_forward(model_type):
     model = create(model_type)
     (module,) = (m for m in model.modules() if "rope_deltas" in vars(m))

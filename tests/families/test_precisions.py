@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from configs import NOT_BUILT, REFUSED
-from marks import slow_beside
+from nightly import some_slow
 from parity import create_model
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -22,7 +22,7 @@ RUNNING = [t for t in MAPPED if t not in REFUSED and t not in NOT_BUILT]
 NOT_IN_16_BITS = ("inkling2_text",)
 
 
-@pytest.mark.parametrize("model_type", slow_beside(("gemma2", "falcon_mamba"), RUNNING))
+@pytest.mark.parametrize("model_type", some_slow(RUNNING, ("gemma2", "falcon_mamba")))
 def test_a_type_is_run_in_the_same_layout_in_16_bits(model_type):
     model = create_model(model_type)
     layouts = []
@@ -32,6 +32,5 @@ def test_a_type_is_run_in_the_same_layout_in_16_bits(model_type):
             with pytest.raises(ConfigurationError, match="does not run on token ids alone"):
                 check_model(runner)
             return
-        check_model(runner)
-        layouts.append(runner.batch_layout)
+        layouts.append(check_model(runner).execution.batch_layout)
     assert layouts[0] is layouts[1]

@@ -1,6 +1,7 @@
 """transformers' own continuous batching, where it runs, samples the same greedy tokens."""
 
 import pytest
+from nightly import some_slow
 from parity import create_model, prompts
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -51,9 +52,7 @@ BOTH_RUN_TOO = (
 )
 
 
-@pytest.mark.parametrize(
-    "model_type", [*BOTH_RUN, *(pytest.param(t, marks=pytest.mark.slow) for t in BOTH_RUN_TOO)]
-)
+@pytest.mark.parametrize("model_type", some_slow([*BOTH_RUN, *BOTH_RUN_TOO], BOTH_RUN))
 def test_transformers_manager_and_ours_sample_the_same_greedy_tokens(model_type):
     inputs = prompts(*LENGTHS)
     params = SamplingParams(do_sample=False, max_new_tokens=NEW_TOKENS, ignore_eos=True)

@@ -1,7 +1,10 @@
 """What the fast decode path promises, on the device it is for; `scripts/gpu_check.sh` runs it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from fast_path import graphs_of
 from tiny import tiny_model
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams
@@ -24,7 +27,7 @@ def generator_of(model, path="graphs", **settings):
     runner = generator.manager.engine.runner
     assert runner.backend_selection.name == "triton", runner.backend_selection
     if path == "gathered":
-        runner.attention_backend = None
+        runner.use(replace(runner.execution, attention_backend=None))
     return generator
 
 
@@ -34,7 +37,7 @@ def rollout(model, path, params=GREEDY, **settings):
             PROMPTS, sampling_params=params, num_return_sequences=4
         ).values()
         assert generator.manager.engine.num_blocks_used == 0
-        graphs = generator.manager.engine._graphs
+        graphs = graphs_of(generator)
         assert bool(graphs and graphs.num_graphs) is (path in ("graphs", "compiled"))
         assert ("forwards: compiled" in generator.manager.decode_path) is (path == "compiled")
     return [o.generated_tokens for o in outputs], [o.logprobs for o in outputs]
@@ -89,11 +92,11 @@ def test_in_half_precision_log_probabilities_are_as_near_the_plain_forward_as_th
     with generator_of(model) as generator:
         engine = generator.manager.engine
         runner = engine.runner
-        rows, forwards = text_rows(runner), _forwards(engine.layout)
+        rows, forwards = text_rows(runner), _forwards(engine.paged_model.layout)
         with eval_mode(model):
-            direct = _paged(runner, rows, engine.layout)
-            runner.attention_backend = None
-            gathered = _paged(runner, rows, engine.layout)
+            direct = _paged(runner, rows, engine.paged_model.layout)
+            runner.use(replace(runner.execution, attention_backend=None))
+            gathered = _paged(runner, rows, engine.paged_model.layout)
             plain = _after_each([runner.plain_logits(row) for row in rows], forwards)
     assert len(rows[0]) > BLOCK_SIZE
     allowed = 3 * (gathered - plain).abs().mean() + 1e-3
@@ -118,7 +121,7 @@ def test_graphs_and_log_probabilities_survive_training_sleep_and_growth():
     with generator_of(model) as generator:
         run = lambda: generator.generate_batch(PROMPTS[:1], sampling_params=GREEDY)  # noqa: E731
         run()
-        graphs = generator.manager.engine._graphs
+        graphs = graphs_of(generator)
         kept = dict(graphs._graphs)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -141,12 +144,12 @@ def test_a_weight_that_moved_has_its_graphs_captured_anew():
     model = tiny_model("qwen3").cuda()
     with generator_of(model) as generator:
         generator.generate_batch(PROMPTS[:1], sampling_params=GREEDY)
-        before = list(generator.manager.engine._graphs._graphs.values())
+        before = list(graphs_of(generator)._graphs.values())
         weight = model.model.layers[0].mlp.up_proj.weight
         weight.data = weight.data * 1.5
         generator.sync_weights()
         generator.generate_batch(PROMPTS[:1], sampling_params=GREEDY)
-        after = list(generator.manager.engine._graphs._graphs.values())
+        after = list(graphs_of(generator)._graphs.values())
         assert not set(before) & set(after)
         assert generator.verify(1).max < 1e-3
 

@@ -18,7 +18,7 @@ import cb_rollout
 from cb_rollout import ConfigurationError
 from cb_rollout.integrations.audit_callback import SCORING, _outputs
 from cb_rollout.rollout.audit.report import Cause
-from measure_audit import Engine
+from measure.audit import Engine
 
 
 class OtherEngine:
@@ -100,6 +100,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.fast_cases("first weights")
 @pytest.mark.parametrize("name", FAULTS)
 def test_old_weights_are_named_from_the_second_update_on(tmp_path, name):
     fault, cause, detail = FAULTS[name]
@@ -129,6 +130,7 @@ def test_numbers_of_another_distribution_are_named(tmp_path):
     assert callback.report.cause is Cause.TEMPERATURE
 
 
+@pytest.mark.slow
 def test_a_second_training_is_audited_from_its_first_rollout(tmp_path):
     trainer, callback, _ = audited(tmp_path, lambda sent: Engine(sent[-1]), max_steps=2)
     report, versions = callback.report, {**callback.versions}
@@ -163,6 +165,7 @@ def test_rloo_which_drops_the_numbers_is_audited_by_its_draws(tmp_path, sharpnes
     assert all("None was reported, but tokens do not fit" in line for line in said)
 
 
+@pytest.mark.slow
 def test_audits_are_as_far_apart_as_asked_and_leave_evaluation_alone(tmp_path):
     trainer = tiny_trainer(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1)
     OtherEngine(trainer, lambda sent: Engine(sent[-1]))
@@ -191,7 +194,7 @@ def test_a_sequence_ends_before_what_no_model_sampled():
 
 
 def test_what_is_no_scoring_trainer_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="object is another or shards or splits it"):
+    with pytest.raises(ConfigurationError, match="which this object is not"):
         cb_rollout.audit_callback(object())
     with pytest.raises(ConfigurationError, match="every_steps=0"):
         cb_rollout.audit_callback(tiny_trainer(tmp_path), every_steps=0)

@@ -215,6 +215,73 @@ def test_calls_are_answered_as_trl_answers_them(is_concurrent, monkeypatch):
     assert [len(own) for own in said] == [4, 4, 0, 0]
 
 
+# Arguments that tools have, and those that a model writes.
+ODD_CALLS = {
+    "an argument named index": [("fetch", {"index": 1}), ("fetch", {"index": 2})],
+    "an argument named self": [("seen", {"self": 1}), ("seen", {"self": 2, "tool": 3})],
+    "an argument that the tool has not": [("add", {"index": 1}), ("add", {"number": 2})],
+    "no mapping": [("add", None), ("later", [1]), ("add", "number"), ("add", {"number": 2})],
+    "numbers as names": [("add", {1: 2}), ("later", {1: 2}), ("add", {"number": 3})],
+    "no arguments": [("add", {}), ("later", {}), ("add", {"number": 3})],
+    "a coroutine's wrong arguments, first": [
+        ("later", {"wrong": 1}),
+        ("add", {"number": 2}),
+        ("later", {"number": 3}),
+    ],
+    "a coroutine's wrong arguments, last": [
+        ("later", {"number": 1}),
+        ("add", {"number": 2}),
+        ("later", {"wrong": 3}),
+    ],
+    "a coroutine that raises a TypeError": [("later", {"number": None}), ("add", {"number": 2})],
+    "a name that is a list": [(["add"], {"number": 1}), ("add", {"number": 2})],
+    "an iterator at its end": [("pop", {"number": 1}), ("add", {"number": 2})],
+    "an iterator that ends with a text": [("end", {"text": "over"}), ("add", {"number": 2})],
+    "a coroutine's iterator at its end": [("pop_later", {"number": 1}), ("add", {"number": 2})],
+}
+
+
+def odd_tools(index):
+    def fetch(index):
+        return index * 10
+
+    def seen(**named):
+        return named
+
+    def add(number):
+        return number + index
+
+    async def later(number):
+        return -number
+
+    def pop(number):
+        return next(iter(()))
+
+    def end(text):
+        raise StopIteration(text)
+
+    async def pop_later(number):
+        return next(iter(()))
+
+    tools = (fetch, seen, add, later, pop, end, pop_later)
+    return {tool.__name__: tool for tool in tools}
+
+
+@pytest.mark.parametrize("name", ODD_CALLS)
+def test_whatever_a_model_writes_is_answered_as_trl_answers_it(name, monkeypatch):
+    answers = []
+    for is_concurrent in (False, True):
+        turn = [calls_of(*ODD_CALLS[name])] * 2
+        loop = Loop([turn, turn, None], odd_tools, monkeypatch)
+        counts = loop.run(timeout_seconds=PATIENCE / 10, is_concurrent=is_concurrent)
+        answers.append((counts, loop.said()))
+    assert answers[1] == answers[0]
+    (num_calls, num_failures), said = answers[0]
+    assert num_calls == 4 * len(ODD_CALLS[name])
+    assert num_failures < num_calls
+    assert len(said[0]) == 2 * len(ODD_CALLS[name])
+
+
 def test_a_timeout_needs_threads():
-    with pytest.raises(ConfigurationError, match="leave concurrent_tools=True"):
+    with pytest.raises(ConfigurationError, match="set concurrent_tools=True"):
         RolloutConfig(tool_timeout_seconds=3, concurrent_tools=False)

@@ -237,7 +237,7 @@ def test_keywords_that_assert_nothing_are_taken_and_the_given_schema_is_not_chan
 
 @needs_xgrammar
 def test_no_wrong_text_passes_and_no_right_one_is_shut_out():
-    from measure_json_schema import CASES, grammar_of_cb_rollout
+    from measure.json_schema import CASES, grammar_of_cb_rollout
 
     num_taken = 0
     for case in CASES:
@@ -271,7 +271,7 @@ def test_no_wrong_text_passes_and_no_right_one_is_shut_out():
     ],
 )
 def test_a_pattern_means_the_same_to_xgrammar(keywords, right, wrong):
-    from measure_json_schema import grammar_of_cb_rollout
+    from measure.json_schema import grammar_of_cb_rollout
 
     accepts = grammar_of_cb_rollout({"type": "string", **keywords})
     assert [text for text in right if not accepts(f'"{text}"')] == []
@@ -280,7 +280,7 @@ def test_a_pattern_means_the_same_to_xgrammar(keywords, right, wrong):
 
 @needs_xgrammar
 def test_a_class_of_any_characters_means_the_same_to_xgrammar():
-    from measure_json_schema import grammar_of_cb_rollout
+    from measure.json_schema import grammar_of_cb_rollout
 
     characters = [chr(code) for code in range(32, 127) if chr(code) not in '"\\']
     rng = random.Random(0)
@@ -297,7 +297,7 @@ def test_a_class_of_any_characters_means_the_same_to_xgrammar():
 
 @needs_xgrammar
 def test_other_names_than_the_properties_are_kept_apart():
-    from measure_json_schema import grammar_of_cb_rollout
+    from measure.json_schema import grammar_of_cb_rollout
 
     names = ["", "ab", "abc", "b\u00e9", "x/y", "q-[^]", '"', "\\", "\n", "\U0001f600"]
     schema = {

@@ -3,7 +3,7 @@ import json
 
 import pytest
 import torch
-from tiny import char_tokenizer, tiny_model
+from tiny import byte_tokenizer, char_tokenizer, tiny_model
 
 from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.integrations import xgrammar
@@ -188,3 +188,55 @@ def test_compiled_grammars_that_are_kept_are_bounded(monkeypatch):
         XGrammar.from_json_schema(schema, tokenizer, len(tokenizer))
     kept = xgrammar._compiler(tokenizer, len(tokenizer)).get_cache_size_bytes()
     assert 0 < kept <= 100_000
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/Place"}, "days": {"type": "integer"}},
+    "required": ["place", "days"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"enum": ["Ulm", "K\u00f6ln"]}},
+}
+
+
+def call(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ("", True),
+        ("No call, and a < b.", True),
+        ("<tool_cal", True),
+        (call("find", '{"place": "K\u00f6ln", "days": 3}'), True),
+        ("I look. " + call("find", '{ "place": "Ulm",\n "days": -3 }') + " Done.", True),
+        (call("find", '{"place": "Ulm", "days": 3}') + call("any", '{"x": [{"y": null}]}'), True),
+        (call("any", "{}"), True),
+        (call(r"say \"hi\"", "{}"), True),
+        (call("find", '{"place": "Rom", "days": 3}'), False),
+        (call("find", '{"place": "Ulm"}'), False),
+        (call("find", '{"place": "Ulm", "days": 3, "x": 1}'), False),
+        (call("any", "[]"), False),
+        (call("other", "{}"), False),
+        ('<tool_call>\n{"arguments": {}, "name": "any"}\n</tool_call>', False),
+        ("<tool_call>text</tool_call>", False),
+        (call("any", "{" + " " * 20 + "}"), False),
+    ],
+)
+def test_text_is_free_and_a_tool_call_obeys_the_schema_of_its_tool(text, is_allowed):
+    pytest.importorskip("xgrammar")
+    tokenizer = byte_tokenizer()
+    parameters = {"find": PLACE, "any": None, 'say "hi"': None}
+    matcher = XGrammar.from_tool_calls(parameters, tokenizer, len(tokenizer)).matcher()
+    tokens = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+    assert all(matcher.accept_token(token) for token in tokens) == is_allowed
+    assert matcher.is_terminated() == is_allowed
+
+
+def test_the_schemas_of_tools_are_bounded_together():
+    pytest.importorskip("xgrammar")
+    tokenizer = byte_tokenizer()
+    names = {f"tool{number}": {"type": "object", "properties": {}} for number in range(2000)}
+    with pytest.raises(InvalidRequestError, match="more than 2,048 objects and arrays"):
+        XGrammar.from_tool_calls(names, tokenizer, len(tokenizer))

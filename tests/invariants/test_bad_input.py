@@ -66,10 +66,10 @@ def test_a_bad_prompt_is_refused_before_anything_is_generated_or_fails_alone(
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ([{"role": "user", "content": "hi"}], "one chat is [[message, ...]]"),
+        ([{"role": "user", "content": "hi"}], "pass one chat as [[message, ...]]"),
         ([{"prompt": "hi", "answer": "4"}], "a dict of prompt, answer"),
-        ([5, 6, 7], "one prompt is [[5, 6, 7]]"),
-        (torch.tensor([5, 6, 7]), "one prompt is [[5, 6, 7]]"),
+        ([5, 6, 7], "[[5, 6, 7]] for one prompt"),
+        (torch.tensor([5, 6, 7]), "[[5, 6, 7]] for one prompt"),
         ([b"text"], "decode it"),
         (["\ud800"], "input 0: the tokenizer does not take this text"),
     ],
@@ -102,14 +102,15 @@ def test_a_tokenizers_name_is_no_tokenizer():
 
 
 def test_a_request_id_that_is_no_text_is_refused(generator):
-    with pytest.raises(InvalidRequestError, match="request_id=7 is no text"):
+    with pytest.raises(InvalidRequestError, match="request_id=7 is not a string"):
         generator.manager.add_request([5, 6], 7)
 
 
 def test_inputs_that_are_all_refused_are_returned_and_bad_parameters_raise(generator):
     (output,) = generator.generate_batch([[]], sampling_params=PARAMS, on_error="return").values()
     assert (output.status, output.prompt_ids) == ("failed", [])
-    assert not generator.verify(1).num_tokens
+    with pytest.raises(InvalidRequestError, match="nothing to compare"):
+        generator.verify(1)
     with pytest.raises(InvalidRequestError, match="stop_token_ids holds token id 300"):
         generator.generate_batch(
             [[5]], sampling_params=SamplingParams(stop_token_ids=300), on_error="return"
@@ -192,7 +193,7 @@ def test_a_neighbours_word_is_answered_with_ours(settings, neighbours_word, said
 def test_a_model_whose_weights_are_not_loaded_is_refused():
     model = tiny_model().to("meta")
     for create in (RolloutGenerator, ContinuousBatchingManager):
-        with pytest.raises(ConfigurationError, match="not loaded, or offloaded"):
+        with pytest.raises(ConfigurationError, match="not loaded, or a device_map offloaded"):
             create(model)
 
 
@@ -292,12 +293,12 @@ def test_what_no_longer_fits_after_a_new_plan_fails_with_the_numbers():
         output = manager.get_result(timeout=60)
         assert "33 tokens do not fit 2 KV cache blocks" in output.error
         assert "KV cache" in output.error.splitlines()[-2], "the plan is told too"
-        with pytest.raises(InvalidRequestError, match="holds at most 32 of one sequence"):
+        with pytest.raises(InvalidRequestError, match="holds at most 32 per sequence"):
             manager.add_request([5] * 20, max_new_tokens=50)
 
 
 def test_equal_greedy_completions_are_warned_of_and_no_strategy_takes_them(generator):
-    said = r"num_return_sequences=4 of greedy decoding \(do_sample=False\) are equal"
+    said = r"greedy decoding \(do_sample=False\) makes all num_return_sequences=4"
     with pytest.warns(UserWarning, match=said):
         outputs = generator.generate_batch([[5, 6]], max_new_tokens=3, num_return_sequences=4)
     first, *others = [output.generated_tokens for output in outputs.values()]
@@ -333,7 +334,7 @@ def test_inputs_that_are_no_list_of_prompts_are_refused_and_any_iterable_is_take
             generator.verify(0)
     with (
         RolloutGenerator(tiny_model(), RolloutConfig(max_queue_size=2)) as generator,
-        pytest.raises(QueueFullError, match="3 more would pass max_queue_size=2; send fewer"),
+        pytest.raises(QueueFullError, match="3 more would exceed max_queue_size=2; send fewer"),
     ):
         generator.generate_batch([[5]] * 3, sampling_params=PARAMS)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from nightly import slow_after
 from peft import LoraConfig, get_peft_model
 from tiny import largest_difference, plain_logprobs, tiny_model
 
@@ -69,7 +70,7 @@ def logits(model):
         return model(torch.tensor([PROMPT])).logits
 
 
-@pytest.mark.parametrize("weight_sync", ["shared", "copy"])
+@pytest.mark.parametrize("weight_sync", slow_after(1, ["copy", "shared"]))
 @pytest.mark.parametrize(("family", "change"), CASES)
 def test_a_changed_setting_is_followed_by_rollouts_after_a_sync(
     family, change, weight_sync, monkeypatch
@@ -110,7 +111,7 @@ class Amplified(torch.nn.Module):
         return self.norm(states) * self.gain
 
 
-@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("is_replaced", slow_after(1, [False, True]))
 def test_a_tensor_that_is_an_attribute_is_followed_after_a_sync(is_replaced, monkeypatch):
     monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 0)
     model = tiny_model()
@@ -147,7 +148,7 @@ def test_a_copy_is_refused_once_a_module_has_another_class():
     with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy")) as generator:
         generator.sync_weights()
         model.model.layers[0].mlp.act_fn.__class__ = Halved
-        with pytest.raises(WeightSyncError, match="of another class"):
+        with pytest.raises(WeightSyncError, match="changed class"):
             generator.sync_weights()
 
 
@@ -228,6 +229,7 @@ def adapted(family="qwen3"):
     return model.eval()
 
 
+@pytest.mark.fast_cases("merged")
 @pytest.mark.parametrize("switched", [disabled, second_adapter, both_adapters, scaled, merged])
 def test_adapters_that_are_switched_without_a_sync_begin_a_policy_version(switched, caplog):
     model = adapted()
@@ -255,6 +257,7 @@ def test_a_buffer_that_is_written_without_a_sync_begins_a_policy_version():
         assert generator.policy_version == 1
 
 
+@pytest.mark.fast_cases("qwen3_moe")
 @pytest.mark.parametrize(
     "family", ["qwen3", "gpt2", "lfm2", "qwen3_moe", "deepseek_v3", "granitemoehybrid", "gpt_oss"]
 )
@@ -276,7 +279,7 @@ def test_training_and_rollouts_leave_the_settings_of_a_model_as_they_are(family)
 def test_a_generator_with_shared_weights_follows_no_other_model():
     model, other = tiny_model(), tiny_model(seed=1)
     with RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="shared")) as generator:
-        with pytest.raises(WeightSyncError, match="make a RolloutGenerator of the new model"):
+        with pytest.raises(WeightSyncError, match="make a RolloutGenerator for the new model"):
             generator.follow(other)
         generator.follow(torch.nn.DataParallel(model))
         (output,) = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()

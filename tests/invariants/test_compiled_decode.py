@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from fast_path import Playback, pretend_cuda
+from fast_path import Playback, graphs_of, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import (
@@ -17,6 +17,8 @@ from cb_rollout import (
 )
 from cb_rollout.compat import inductor
 from cb_rollout.engine.cuda_graphs import selection
+from cb_rollout.engine.cuda_graphs.capture import CaptureFailedError
+from cb_rollout.errors import ConfigurationError
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does this on a GPU")
@@ -120,13 +122,16 @@ def test_a_model_that_accelerate_prepares_is_captured_once_and_gives_logits_in_i
     if is_first:
         accelerator.prepare_model(model)
     read = SimpleNamespace(
-        mixed_precision="bf16", process_index=0, device=model.device, state=SimpleNamespace()
+        mixed_precision="bf16",
+        process_index=0,
+        num_processes=1,
+        device=model.device,
+        state=SimpleNamespace(),
     )
     config = RolloutConfig(seed=1, block_size=8, **ONE)
     with RolloutGenerator(model, config, accelerator=read) as generator:
         assert generator.manager.model is model
-        engine = generator.manager.engine
-        trace, sampler = trace_of(generator), engine._graphs._sampler
+        trace, sampler = trace_of(generator), graphs_of(generator)._sampler
         sample = sampler.sample
         sampler.sample = lambda logits, lines: dtypes.append(logits.dtype) or sample(logits, lines)
         generator.manager.warmup()
@@ -161,7 +166,7 @@ def test_a_prepared_model_whose_trainer_is_not_given_runs_under_accelerates_auto
 
 def pages_of(manager):
     """The dtypes of keys and values."""
-    return {states.dtype for states in manager.engine.layout.layers[0].per_token}
+    return {states.dtype for states in manager.engine.paged_model.layout.layers[0].per_token}
 
 
 def fails(graph):
@@ -177,7 +182,7 @@ def computes_something_else(graph):
     ("compiler", "reason"),
     [
         (fails, r"it does not compile: RuntimeError: no compiler"),
-        (computes_something_else, r"with 1 rows it computes something else"),
+        (computes_something_else, r"with 251 rows it computes something else"),
     ],
 )
 def test_what_does_not_compile_is_captured_as_the_model_computes_it(
@@ -209,6 +214,70 @@ def test_a_compiled_forward_that_cannot_be_captured_leaves_the_models_own(quick,
         assert "forwards: by the model, not compiled (it cannot be captured: " in path
         assert "CUDA graphs: on" in path
         assert_right(generator, model)
+
+
+def test_one_line_says_that_a_compilation_begins_and_what_to_set(quick, caplog):
+    with generator_of(tiny_model("qwen3", **SMALL), **ONE):
+        said = [r for r in caplog.records if "compiling decode forwards now" in r.getMessage()]
+    assert [record.levelname for record in said] == ["WARNING"]
+    assert "use_default_compile_configs=False" in said[0].getMessage()
+
+
+def test_a_trace_that_fails_in_a_captured_step_is_raised_and_not_replaced_inside_the_capture(
+    quick, monkeypatch
+):
+    """What ran the model instead would be captured by a stream that CUDA has invalidated."""
+    raised = []
+
+    def capture(self, step, capture=Playback.__call__):
+        try:
+            return capture(self, step)
+        except Exception as error:
+            raised.append(str(error))
+            raise
+
+    def fails_at_last(graph):
+        module = run_by_operators(graph)
+
+        def run(tokens_B1, *rest):
+            if tokens_B1.shape[0] == 1 and not tokens_B1.any():
+                raise RuntimeError("no kernel image")
+            return module(tokens_B1, *rest)
+
+        return run
+
+    monkeypatch.setattr(Playback, "__call__", capture)
+    monkeypatch.setattr(inductor, "compile_graph", fails_at_last)
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, **ONE) as generator:
+        path = generator.manager.decode_path
+        assert raised == ["no kernel image"]
+        assert "not compiled (it cannot be captured: RuntimeError: no kernel image" in path
+        assert "CUDA graphs: on" in path
+        assert_right(generator, model)
+
+
+def test_after_a_capture_that_cuda_refused_no_other_is_tried(quick, monkeypatch, caplog):
+    tried = []
+
+    def refused(self, step):
+        tried.append(step)
+        raise CaptureFailedError("CUDA refused a capture (RuntimeError: illegal address)")
+
+    monkeypatch.setattr(Playback, "__call__", refused)
+    model = tiny_model("qwen3", **SMALL)
+    with generator_of(model, max_requests_per_batch=1) as generator:
+        path = generator.manager.decode_path
+        assert (
+            "CUDA graphs: off (cannot be had: CUDA refused a capture (RuntimeError: illegal address"
+            in path
+        )
+        assert len(tried) == 1
+        (warning,) = [r for r in caplog.records if "illegal address" in r.getMessage()]
+        assert warning.levelname == "WARNING"
+        assert_right(generator, model)
+    with pytest.raises(ConfigurationError, match="use_cuda_graph=True cannot be had: CUDA refused"):
+        generator_of(model, **ONE)
 
 
 @pytest.mark.parametrize(

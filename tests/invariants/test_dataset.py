@@ -16,6 +16,7 @@ import pytest
 import torch
 from datasets import Dataset
 from full_disk import FullDisk
+from nightly import slow_after
 from tiny import char_tokenizer, plain_logprobs, tiny_model
 
 from cb_rollout import (
@@ -167,7 +168,7 @@ def test_rows_without_an_id_get_their_number_and_a_seed_repeats_a_run(model, tmp
     assert len({tuple(tokens) for tokens in a.values()}) > 30
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.301, 0.77, 0.999])
+@pytest.mark.parametrize("share", slow_after(1, [0.301, 0.0, 0.3, 0.77, 0.999]))
 def test_an_output_cut_off_anywhere_is_resumed(model, jsonl, tmp_path, share):
     output = tmp_path / "out.jsonl"
     generate(model, jsonl, output, seed=0)
@@ -269,12 +270,15 @@ def test_an_interrupt_tells_the_progress_and_stops_the_engine(model, jsonl, tmp_
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [
-        ({"temperature": 0.7}, "temperature was 1.0 and is 0.7"),
-        ({"num_return_sequences": 4}, "num_return_sequences was 3 and is 4"),
-        ({"logprobs": True}, "logprobs was False and is True"),
-        ({"evaluate": len}, "evaluate was None and is 'builtins:len'"),
-    ],
+    slow_after(
+        1,
+        [
+            ({"temperature": 0.7}, "temperature was 1.0 and is 0.7"),
+            ({"num_return_sequences": 4}, "num_return_sequences was 3 and is 4"),
+            ({"logprobs": True}, "logprobs was False and is True"),
+            ({"evaluate": len}, "evaluate was None and is 'builtins:len'"),
+        ],
+    ),
 )
 def test_other_settings_are_refused_unless_it_is_overwritten(model, jsonl, tmp_path, changed, said):
     output = tmp_path / "out.jsonl"
@@ -329,6 +333,7 @@ def test_a_request_that_the_engine_refuses_becomes_a_row_with_an_error(model, tm
     assert (resumed.num_resumed, resumed.num_failed, resumed.num_tokens) == (9, 6, 0)
 
 
+@pytest.mark.slow
 def test_without_a_length_rows_get_512_new_tokens_or_what_still_fits(tmp_path):
     small = tiny_model(vocab_size=len(TOKENIZER), num_hidden_layers=1, max_position_embeddings=520)
     rows = [{"prompt": "x" * length, "id": str(length)} for length in (4, 514, 517)]
@@ -439,11 +444,14 @@ def test_scores_are_in_the_rows_and_their_means_over_rows_in_the_report(model, j
 
 @pytest.mark.parametrize(
     ("scorer", "said"),
-    [
-        (lambda row: 1 / (row["answer"] - 5), "raised ZeroDivisionError: division by zero"),
-        (lambda row: math.nan if row["answer"] == 5 else 1, "gave score=nan"),
-        (lambda row: None if row["answer"] == 5 else 1, "gave score=None"),
-    ],
+    slow_after(
+        1,
+        [
+            (lambda row: 1 / (row["answer"] - 5), "raised ZeroDivisionError: division by zero"),
+            (lambda row: math.nan if row["answer"] == 5 else 1, "gave score=nan"),
+            (lambda row: None if row["answer"] == 5 else 1, "gave score=None"),
+        ],
+    ),
 )
 def test_a_failing_scorer_names_itself_and_the_row_and_keeps_what_is_done(
     model, jsonl, tmp_path, scorer, said
@@ -469,7 +477,7 @@ def test_results_are_scored_again_without_being_generated_again(model, jsonl, tm
     output = tmp_path / "out.jsonl"
     generate(model, jsonl, output)
     before = read_jsonl(output)
-    with pytest.raises(ConfigurationError, match="rescore=True scores by a function"):
+    with pytest.raises(ConfigurationError, match="rescore=True needs a scoring function"):
         generate(model, jsonl, output, rescore=True)
     with pytest.raises(ConfigurationError, match=r"sample [0-2]\) raised Zero"):
         generate(model, jsonl, output, rescore=True, evaluate=lambda row: 1 / 0)
@@ -511,6 +519,7 @@ def swap(path):
     path.write_text(json.dumps(content))
 
 
+@pytest.mark.fast_cases("config.rms_norm_eps was")
 @pytest.mark.parametrize("said", CHANGED_FILES)
 def test_a_checkpoint_that_changed_is_refused_by_what_changed(checkpoint, jsonl, tmp_path, said):
     folder, output = tmp_path / "checkpoint", tmp_path / "out.jsonl"
@@ -533,7 +542,9 @@ def test_a_checkpoint_that_moved_is_resumed(checkpoint, jsonl, tmp_path):
 
 
 def test_equal_greedy_completions_are_refused(model, jsonl, tmp_path):
-    with pytest.raises(ConfigurationError, match="num_return_sequences=3 of greedy decoding"):
+    with pytest.raises(
+        ConfigurationError, match="greedy decoding would make all num_return_sequences=3"
+    ):
         generate(model, jsonl, tmp_path / "out.jsonl", temperature=None)
     report = generate(
         model, jsonl, tmp_path / "b.jsonl", temperature=None, generation_config="none"

@@ -80,7 +80,8 @@ def test_killed_three_times_each_row_is_there_once_and_as_if_never_killed(tmp_pa
             assert time.monotonic() < deadline
             time.sleep(0.002)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        assert process.wait() == -signal.SIGKILL
+        assert len(killed.read_text().splitlines()) < NUM_ROWS
     subprocess.run(
         command(checkpoint, rows, killed), check=True, timeout=TIMEOUT_SECONDS, **settings
     )

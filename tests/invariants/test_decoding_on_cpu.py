@@ -15,7 +15,7 @@ from cb_rollout.engine.attention.selector import BackendSelection
 from cb_rollout.engine.model import check as model_check
 from cb_rollout.engine.numerics import kernels
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE
+from cb_rollout.rollout.kept import kept_by
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [5, 6, 7], [20] * 17]
 LENGTHS = [20, 3, 11, 6]
@@ -47,11 +47,15 @@ def tokens_of(outputs):
     return [output.generated_tokens for output in outputs]
 
 
+@pytest.mark.fast_cases("gpt2")
 @pytest.mark.parametrize(
     "family",
     [
-        *("qwen3", "gpt2", "qwen3_moe"),
-        *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mistral", "lfm2")),
+        *("qwen3", "gpt2"),
+        *(
+            pytest.param(f, marks=pytest.mark.slow)
+            for f in ("qwen3_moe", "llama", "mistral", "lfm2")
+        ),
     ],
 )
 def test_every_path_gives_the_same_tokens(family, monkeypatch):
@@ -82,7 +86,7 @@ def test_a_warmed_up_engine_decodes_from_its_trace_at_once():
     model = tiny_model("qwen3", num_hidden_layers=1)
     kept = {"progress_bar": False, "persistent_manager": True, "max_new_tokens": 2}
     generate_batch(model, [[5]], warmup=False, **kept)
-    generator = vars(model)[GENERATOR_ATTRIBUTE].generator
+    generator = kept_by(model).generator
     traced = runner_of(generator).attention_backend.traced_forward
     assert traced.trace is None
     generate_batch(model.train(), [[5]], warmup=True, **kept)
@@ -101,7 +105,7 @@ def test_compiled_decode_steps_give_the_same_tokens():
         expected = tokens_of(rollout(generator))
     config = RolloutConfig(seed=3, use_default_compile_configs=True)
     with RolloutGenerator(model, config) as generator:
-        assert "forwards: by the model, until compiled" in generator.manager.engine.decode_path
+        assert "forwards: by the model, until compiled" in generator.manager.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -168,6 +172,7 @@ def test_a_compilation_needs_a_compiler():
         RolloutGenerator(tiny_model("qwen3"), RolloutConfig(use_default_compile_configs=True))
 
 
+@pytest.mark.slow
 def test_a_forward_that_does_not_compile_runs_as_an_uncompiled_trace(monkeypatch, caplog):
     def fails(graph):
         raise RuntimeError("internal compiler error")
@@ -183,7 +188,11 @@ def test_a_forward_that_does_not_compile_runs_as_an_uncompiled_trace(monkeypatch
 
 @pytest.mark.parametrize(
     ("settings", "compiles"),
-    [({}, True), ({"use_default_compile_configs": False}, False), ({"numerics": "bitwise"}, False)],
+    [
+        pytest.param({}, True, marks=pytest.mark.slow),
+        ({"use_default_compile_configs": False}, False),
+        pytest.param({"numerics": "bitwise"}, False, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.usefixtures("soon")
 def test_a_trace_that_is_kept_is_compiled_once_that_pays_off(settings, compiles, monkeypatch):
@@ -208,6 +217,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(inductor, "compile_outputs", run_by_torch)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon", "quick")
 def test_other_weights_are_compiled_once_they_pay_off_too(monkeypatch):
     monkeypatch.setattr(traced_forward, "STEPS_BEFORE_COMPILING", 30)
@@ -224,6 +234,7 @@ def test_other_weights_are_compiled_once_they_pay_off_too(monkeypatch):
     assert seen == [False, True, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon", "quick")
 def test_a_compiled_trace_that_fails_gives_way_to_an_uncompiled_one(monkeypatch, caplog):
     model = tiny_model("qwen3", num_hidden_layers=1)
@@ -238,7 +249,7 @@ def test_a_compiled_trace_that_fails_gives_way_to_an_uncompiled_one(monkeypatch,
         monkeypatch.setattr(traced.trace, "_compute", fails)
         assert_right(rollout(generator), model)
         assert not traced.trace.is_compiled
-        assert "a trace is given up after it failed" in caplog.text
+        assert "a trace of the decode forward failed and is no longer used" in caplog.text
 
 
 @pytest.mark.usefixtures("quick")
@@ -277,6 +288,7 @@ def test_a_trace_stays_while_weights_change_in_place():
         assert runner_of(generator).attention_backend.traced_forward.trace is trace
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 def test_a_trace_stays_while_released_weights_come_back_at_other_addresses():
     model = tiny_model("qwen3")
@@ -378,7 +390,7 @@ def test_a_model_in_bfloat16_rounds_no_more_than_its_own_forward(family, setting
     model = tiny_model(family, **settings).bfloat16()
     exact = tiny_model(family, **settings).bfloat16().float()
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
-        assert "decode attention: cpp" in generator.manager.engine.decode_path
+        assert "decode attention: cpp" in generator.manager.decode_path
         outputs = rollout(generator)
         assert runner_of(generator).attention_backend.traced_forward.trace is not None
     ours, own = [], []
@@ -400,7 +412,7 @@ def test_without_a_compiler_keys_are_gathered_and_the_reason_is_told(monkeypatch
         RolloutGenerator(model, RolloutConfig(seed=3)) as generator,
     ):
         told = "gathered (the kernel needs a C++ compiler, g++ or the one that CXX names ("
-        assert told in generator.manager.engine.decode_path
+        assert told in generator.manager.decode_path
         outputs = rollout(generator)
         assert tokens_of(outputs) == expected
         assert_right(outputs, model)
@@ -418,6 +430,7 @@ def test_a_kernel_that_does_not_compile_fails_no_request(monkeypatch):
         assert_right(rollout(generator), model)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("soon")
 def test_what_a_trace_gives_may_be_written_to():
     model = tiny_model("qwen3")
@@ -448,10 +461,12 @@ def test_a_trace_that_fails_is_given_up_and_the_model_runs(caplog):
         outputs = rollout(generator)
         assert_right(outputs, model)
         assert decoding.traced_forward.trace is None
-    assert "a trace is given up after it failed: RuntimeError: not for so many rows" in caplog.text
+    said = "failed and is no longer used: RuntimeError: not for so many rows"
+    assert said in caplog.text
     assert len(expected) == len(outputs)
 
 
+@pytest.mark.fast_cases("bug0-settings1")
 @pytest.mark.usefixtures("soon")
 @pytest.mark.parametrize("settings", [{}, {"use_default_compile_configs": True}])
 @pytest.mark.parametrize("bug", [KeyError("a bug"), MemoryError("a bug")])

@@ -5,13 +5,13 @@ import re
 import pytest
 import torch
 from fake_model import request_of
-from fast_path import Playback, pretend_cuda
+from fast_path import Playback, graphs_of, pretend_cuda
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.attention import shared_prefix as sharing
 from cb_rollout.engine.cuda_graphs import graphs
-from cb_rollout.engine.executor import StepExecutor
+from cb_rollout.engine.cuda_graphs.decode_path import CudaGraphDecoding
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.scheduler.scheduler import Scheduler
 
@@ -71,6 +71,7 @@ def test_tokens_and_log_probabilities_are_those_of_the_gathered_path(use_cuda_gr
         assert logprobs == pytest.approx(plain_logprobs(model, prompt, tokens), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "asked",
     [
@@ -117,6 +118,7 @@ def test_what_a_graph_cannot_sample_is_sampled_from_its_logits(asked, fast, monk
         assert_same(found, rollout(generator, [SHORT, SHORT], both))
 
 
+@pytest.mark.slow
 def test_graphs_are_kept_while_weights_change_in_place_and_the_cache_sleeps_wakes_and_grows(fast):
     model = tiny_model("qwen3", **SMALL)
     greedy = params(temperature=0.0)
@@ -150,7 +152,7 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
     model, seen = tiny_model("qwen3", **SMALL), []
     hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(1))
     with generator_of(model, use_cuda_graph=True, max_requests_per_batch=1) as generator:
-        graphs_made = generator.manager.engine._graphs
+        graphs_made = graphs_of(generator)
         assert graphs_made.num_graphs == 0
         seen.clear()
         tokens, logprobs = rollout(generator, [SHORT], [params()])
@@ -168,6 +170,7 @@ def test_no_graph_is_replayed_while_anyone_steps_into_the_forward(fast):
         doubled.remove()
 
 
+@pytest.mark.slow
 def test_a_replaced_forward_is_captured_and_captured_anew_when_it_is_replaced_again(fast):
     """As Liger, `kernels` and TRL's `cast_lm_head_to_fp32` replace them."""
     model = tiny_model("qwen3", **SMALL)
@@ -193,11 +196,11 @@ def test_a_replaced_forward_is_captured_and_captured_anew_when_it_is_replaced_ag
 def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
     """Sequences end by stop tokens that only the host finds, and others take their places."""
     collected = []
-    collect = StepExecutor._collect_pending
+    launched = CudaGraphDecoding.launched
     monkeypatch.setattr(
-        StepExecutor,
-        "_collect_pending",
-        lambda self: collected.append(collect(self)) or collected[-1],
+        CudaGraphDecoding,
+        "launched",
+        lambda self: collected.append(launched(self)) or collected[-1],
     )
     model = tiny_model("qwen3", vocab_size=24, **SMALL)
     asked = params(max_new_tokens=8, ignore_eos=False, stop_token_ids=[3, 5, 7])
@@ -210,16 +213,17 @@ def test_steps_ahead_of_their_tokens_change_none(fast, monkeypatch):
             use_async_batching=looks_ahead,
             max_requests_per_batch=3,
         ) as generator:
-            assert ("a step ahead" in generator.manager.engine.decode_path) is looks_ahead
+            assert ("a step ahead" in generator.manager.decode_path) is looks_ahead
             found.append(rollout(generator, [SHORT, SHORT[::-1]], asked, num_return_sequences=3))
             lengths |= {len(tokens) for tokens in found[-1][0]}
             assert generator.manager.engine.num_blocks_used == 0
-        num_ahead.append(sum(step is not None for step in collected))
+        num_ahead.append(sum(map(bool, collected)))
     assert_same(found[1], found[0])
     assert len(lengths) > 2
     assert num_ahead[0] == 0 < num_ahead[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "error",
     [
@@ -279,8 +283,8 @@ def test_capturing_touches_no_page(fast):
         pages = engine._storage.cache.layers[0].pages
         # Fresh pages hold whatever lay there, and a NaN equals nothing.
         before = [tensor.fill_(1).clone() for tensor in pages]
-        key = next(iter(engine._graphs._graphs))
-        engine._graphs.add(key, 8)
+        made = graphs_of(generator)
+        made.add(next(iter(made._graphs)), 8)
         assert all(map(torch.equal, before, pages))
 
 
@@ -289,7 +293,7 @@ def test_only_so_many_graphs_are_kept_and_rows_are_padded_as_asked(fast):
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model, max_cached_graphs=1, q_padding_interval_size=3) as generator:
         rollout(generator, [SHORT] * 4, [params(max_new_tokens=n) for n in (2, 3, 3, 3)])
-        assert generator.manager.engine._graphs.num_graphs == 1
+        assert graphs_of(generator).num_graphs == 1
     # For six rows, which run three too.
     assert Playback.num_captures == 1
 
@@ -311,6 +315,7 @@ def test_a_preempted_sequence_resumes_under_graphs_as_if_nothing_had_been(fast, 
         assert values == pytest.approx(plain_logprobs(model, prompt, row), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -367,8 +372,8 @@ def test_a_forward_that_waits_for_the_device_is_not_captured(fast, monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", Refusing)
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model) as generator:
-        assert generator.manager.engine._graphs is None
-        assert "(RuntimeError: operation not permitted" in generator.manager.engine.decode_path
+        assert graphs_of(generator) is None
+        assert "(RuntimeError: operation not permitted" in generator.manager.decode_path
         rollout(generator, [SHORT], [params()])
     with pytest.raises(
         ConfigurationError, match="use_cuda_graph=True needs a forward that never waits"
@@ -407,7 +412,7 @@ def test_no_graph_is_captured_once_requests_run_and_what_they_wanted_is_in_the_n
     monkeypatch.setattr(sharing, "SHORT_STRETCH", 8)
     monkeypatch.setattr(sharing, "STRETCH_INTERVAL", 8)
     with generator_of(model, max_requests_per_batch=2) as generator:
-        made = generator.manager.engine._graphs
+        made = graphs_of(generator)
         captured = Playback.num_captures
         assert captured == made.num_graphs == 2
         assert_same(rollout(generator, [SHORT], asked), expected)
@@ -426,7 +431,7 @@ def test_graphs_dropped_in_a_sleep_are_captured_by_the_thread_that_wakes_the_eng
     model = tiny_model("qwen3", **SMALL)
     greedy = params(temperature=0.0)
     with generator_of(model, max_requests_per_batch=2) as generator:
-        made, captured = generator.manager.engine._graphs, Playback.num_captures
+        made, captured = graphs_of(generator), Playback.num_captures
         expected = rollout(generator, [SHORT], greedy)
         generator.sleep()
         assert made.num_graphs == captured
@@ -444,7 +449,7 @@ def test_graphs_dropped_in_a_sleep_are_captured_by_the_thread_that_wakes_the_eng
 def test_graphs_leave_with_the_weights_and_are_captured_when_the_engine_wakes_after_a_sync(fast):
     model = tiny_model("qwen3", **SMALL)
     with generator_of(model, max_requests_per_batch=2, weight_sync="copy") as generator:
-        made, captured = generator.manager.engine._graphs, Playback.num_captures
+        made, captured = graphs_of(generator), Playback.num_captures
         others = []
         for turn in (2, 3):
             generator.sleep(level=2)
@@ -463,6 +468,7 @@ def test_graphs_leave_with_the_weights_and_are_captured_when_the_engine_wakes_af
             assert Playback.num_captures == turn * captured
 
 
+@pytest.mark.slow
 def test_graphs_are_kept_when_the_memory_is_planned_again(fast):
     model = tiny_model("qwen3", **SMALL).train()
     optimizer = torch.optim.SGD(model.parameters())
@@ -495,7 +501,7 @@ def test_steps_run_the_graph_of_more_rows_or_none_where_memory_ran_out_in_the_ca
 
     for most in (1, 0):
         with generator_of(model, max_requests_per_batch=4) as generator:
-            made = generator.manager.engine._graphs
+            made = graphs_of(generator)
             generator.sleep(release_graphs=True)
             Playback.num_captures = 0
             monkeypatch.setattr(Playback, "__call__", run_out)
@@ -534,4 +540,4 @@ def test_a_forward_that_cannot_be_captured_any_more_runs_without_graphs_and_a_wa
         del mlp.forward
         rollout(generator, [SHORT], [params()])
         assert "not now" not in generator.manager.decode_path
-        assert generator.manager.engine._graphs.num_graphs == 1
+        assert graphs_of(generator).num_graphs == 1

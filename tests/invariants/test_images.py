@@ -98,6 +98,7 @@ def num_prefilled(generator):
     return generator.manager.counters.prefill_tokens
 
 
+@pytest.mark.fast_cases("llava")
 @each_type(*TYPES)
 def test_groups_with_images_beside_text_agree_with_plain_forwards(model_type):
     model, processor = made(model_type)
@@ -112,6 +113,7 @@ def test_groups_with_images_beside_text_agree_with_plain_forwards(model_type):
         assert_plain(model, output)
 
 
+@pytest.mark.fast_cases("llava")
 @each_type(*TYPES)
 def test_greedy_tokens_are_those_of_generate(model_type):
     model, processor = made(model_type)
@@ -124,6 +126,7 @@ def test_greedy_tokens_are_those_of_generate(model_type):
     assert output.prompt_ids + output.generated_tokens == expected[0].tolist()
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @pytest.mark.parametrize("model_type", [MROPE, "gemma3"])
 def test_preempted_sequences_and_new_weights_read_nothing_old(model_type):
     model, processor = made(model_type)
@@ -193,6 +196,7 @@ def test_other_pictures_share_nothing_and_the_same_picture_everything(model_type
         assert_plain(model, output, processed(processor, messages))
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @each_type(MROPE, "gemma3")
 def test_a_later_turn_about_a_picture_computes_its_own_tokens_alone(model_type):
     model, processor = made(model_type)
@@ -244,6 +248,7 @@ def test_a_later_turn_that_adds_a_picture_computes_what_is_new_alone(model_type)
     assert_plain(model, third_output, of_ids(processor, third))
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @each_type(MROPE, "gemma3")
 def test_a_group_encodes_its_pictures_once_under_each_policy(model_type):
     model, processor = made(model_type)
@@ -270,6 +275,7 @@ def test_a_group_encodes_its_pictures_once_under_each_policy(model_type):
                 assert_plain(model, output, processed(processor, messages))
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @each_type(MROPE, "gemma3")
 def test_each_prompt_with_images_has_a_prefill_of_its_own(model_type):
     model, processor = made(model_type)
@@ -422,6 +428,7 @@ def test_a_prompt_may_end_in_an_image():
     assert_plain(model, output, of_ids(processor, row | {"prompt": output.prompt_ids}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use_cuda_graph", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True)]
 )
@@ -527,15 +534,15 @@ REFUSED = {
     "a URL": (lambda tmp: ROW | {"images": ["https://example.org/x.png"]}, "is a URL"),
     "a number": (lambda tmp: ROW | {"images": [5]}, "image 0 is a int"),
     "not a list": (lambda tmp: ROW | {"images": picture(1)}, "pass a list"),
-    "one too many": (lambda tmp: ROW | {"images": [picture(1)] * 2}, "1 times and has 2 images"),
-    "missing": (lambda tmp: ROW | {"prompt": "w30 <image> <image>"}, "2 times and has 1 images"),
+    "one too many": (lambda tmp: ROW | {"images": [picture(1)] * 2}, "1 times but has 2 images"),
+    "missing": (lambda tmp: ROW | {"prompt": "w30 <image> <image>"}, "2 times but has 1 images"),
     "no place": (lambda tmp: ROW | {"prompt": [20, 21]}, "holds 0 image tokens"),
     "too few ids": (lambda tmp: ROW | {"prompt": [20, 3, 21]}, "holds 1 image tokens"),
     "neither": (lambda tmp: ROW | {"prompt": [None]}, "neither token ids nor text"),
-    "videos": (lambda tmp: ROW | {"videos": ["x.mp4"]}, "videos and sounds are not taken"),
-    "a video": (lambda tmp: VIDEO, "only images are taken"),
+    "videos": (lambda tmp: ROW | {"videos": ["x.mp4"]}, "videos and sounds are not supported"),
+    "a video": (lambda tmp: VIDEO, "only text and images are supported"),
     "a part without": (lambda tmp: BARE, "without an image"),
-    "parts": (lambda tmp: {"prompt": BARE, "images": [picture(1)] * 2}, "1 image parts and 2"),
+    "parts": (lambda tmp: {"prompt": BARE, "images": [picture(1)] * 2}, "1 image parts but 2"),
 }
 
 
@@ -596,7 +603,7 @@ def test_images_without_a_processor_are_refused(tokenizer):
     model, _ = made("llava")
     with (
         RolloutGenerator(model, RolloutConfig(seed=0), tokenizer=tokenizer) as generator,
-        pytest.raises(InvalidRequestError, match="takes the model's processor"),
+        pytest.raises(InvalidRequestError, match="need the model's processor"),
     ):
         generator.generate_batch([ROW], sampling_params=greedy())
 
@@ -605,7 +612,7 @@ def test_images_for_a_model_that_reads_text_alone_are_refused():
     _, processor = made("llava")
     with (
         RolloutGenerator(tiny_model(), RolloutConfig(seed=0), tokenizer=processor) as generator,
-        pytest.raises(ConfigurationError, match=r"Qwen3ForCausalLM.forward takes none of"),
+        pytest.raises(ConfigurationError, match=r"Qwen3ForCausalLM.forward accepts none of"),
     ):
         generator.generate_batch([ROW], sampling_params=greedy())
 
@@ -650,6 +657,7 @@ TILES = (
 )
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @each_type(MROPE, "gemma3", failing={"idefics3": TILES})
 def test_packed_logprobs_of_images_and_their_gradients_are_those_of_plain_forwards(model_type):
     model, processor = made(model_type)
@@ -660,7 +668,7 @@ def test_packed_logprobs_of_images_and_their_gradients_are_those_of_plain_forwar
     parameters = dict(model.named_parameters())
     found = packed_logprobs(model, outputs)
     # The tokens of Gemma 3's images see each other in both directions.
-    is_padded = list(_LAYOUTS[model].values()) == [PackingLayout.PADDED]
+    is_padded = list(_LAYOUTS[model].layouts.values()) == [PackingLayout.PADDED]
     assert is_padded is (model_type == "gemma3")
     sum(part.sum() for part in found).backward()
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
@@ -678,6 +686,7 @@ def test_packed_logprobs_of_images_and_their_gradients_are_those_of_plain_forwar
         assert (gradient - parameters[name].grad).abs().max() <= 10 * TOLERANCE * size, name
 
 
+@pytest.mark.fast_cases("qwen2_5_vl")
 @each_type(MROPE, "gemma3", failing={"idefics3": TILES})
 def test_packed_logprobs_encode_a_picture_of_an_earlier_turn_once(model_type, monkeypatch):
     model, processor = made(model_type)
@@ -726,7 +735,7 @@ def test_packed_logprobs_refuse_a_prompt_whose_images_they_lack():
     with generator_of("llava") as generator:
         (output,) = rollout(generator, [ROW], sampled())
     output.images = None
-    with pytest.raises(ConfigurationError, match=r"^req_0 holds tokens that stand for images.*\.$"):
+    with pytest.raises(ConfigurationError, match=r"^req_0 holds image tokens but no images.*\.$"):
         packed_logprobs(model, [output])
 
 

@@ -6,6 +6,7 @@ The reference is a plain forward through the object that the user holds, never t
 import pytest
 import torch
 from adapters import INVOCATION, METHODS, adapted
+from nightly import some_slow
 from peft import LoraConfig
 from tiny import largest_difference, plain_logprobs, tiny_model
 from tiny_trainer import tiny_trainer
@@ -29,7 +30,7 @@ WRAPPER = "the wrapper computes something itself"
 REFUSED = {
     "CARTRIDGE": PROMPT_LEARNING,
     "CPT": PROMPT_LEARNING,
-    "LILY": "depends on what else is in the forward",
+    "LILY": "depend on what else is in the forward",
     "LORA (activated)": WRAPPER,
     "MULTITASK_PROMPT_TUNING": PROMPT_LEARNING,
     "POLY": "does not run on token ids alone",
@@ -42,13 +43,7 @@ REFUSED = {
 FAST = ("LORA", "LORA (activated)", "PREFIX_TUNING")
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, marks=[] if method in FAST else [pytest.mark.slow])
-        for method in METHODS
-    ],
-)
+@pytest.mark.parametrize("method", some_slow(METHODS, FAST, every=3))
 @pytest.mark.filterwarnings("ignore")  # What a method warns of when its adapter is made.
 def test_an_adapter_is_sampled_as_its_own_forward_computes_it_or_is_refused(method, tmp_path):
     model = adapted(method, tmp_path)
@@ -70,6 +65,7 @@ def test_an_adapter_is_sampled_as_its_own_forward_computes_it_or_is_refused(meth
         assert logprobs.tolist() == pytest.approx(plain, abs=1e-4)
 
 
+@pytest.mark.fast_cases("XLORA")
 @pytest.mark.parametrize("method", ["LILY", "LORA (activated)", "SHADOW", "XLORA"])
 @pytest.mark.filterwarnings("ignore")  # What a method warns of when its adapter is made.
 def test_an_adapter_that_still_does_nothing_is_refused_as_it_is_later(method, tmp_path):
@@ -83,17 +79,12 @@ def test_an_adapter_that_still_does_nothing_is_refused_as_it_is_later(method, tm
 def test_packed_logprobs_refuses_an_adapter_that_still_does_nothing(tmp_path):
     with RolloutGenerator(tiny_model("llama"), RolloutConfig(seed=0)) as generator:
         outputs = generator.generate_batch([PROMPT, PROMPT[:5]], sampling_params=PARAMS)
-    with pytest.raises(ConfigurationError, match="computes other log-probabilities packed"):
+    with pytest.raises(ConfigurationError, match="computes different log-probabilities for packed"):
         packed_logprobs(adapted("LILY", tmp_path, is_fresh=True), outputs)
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, marks=[] if method in FAST else [pytest.mark.slow])
-        for method in METHODS
-        if method not in REFUSED
-    ],
+    "method", some_slow([method for method in METHODS if method not in REFUSED], FAST, every=3)
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_check_moves_no_weight_of_a_fresh_adapter(method, tmp_path):
@@ -196,6 +187,7 @@ def trained(wrapper):
         wrapper.scale.fill_(0.5)
 
 
+@pytest.mark.fast_cases("hooked-shared")
 @pytest.mark.parametrize("weight_sync", ["shared", "copy"])
 @pytest.mark.parametrize("change", [hooked, replaced, trained])
 def test_a_wrapper_that_begins_to_compute_something_is_refused_at_the_next_sync(
@@ -281,7 +273,7 @@ def test_packed_logprobs_refuses_a_wrapper_that_computes_something_itself(wrappe
     with RolloutGenerator(model, RolloutConfig(seed=0)) as generator:
         outputs = generator.generate_batch([PROMPT], sampling_params=PARAMS)
     packed_logprobs(model, outputs)
-    with pytest.raises(ConfigurationError, match=f"{wrapper.__name__} computes other log-prob"):
+    with pytest.raises(ConfigurationError, match=f"{wrapper.__name__} computes different log-prob"):
         packed_logprobs(wrapper(model), outputs)
 
 
@@ -293,6 +285,7 @@ def test_packed_logprobs_refuses_an_activated_lora(tmp_path):
         packed_logprobs(model, outputs)
 
 
+@pytest.mark.fast_cases("False")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_attach_refuses_an_activated_lora(tmp_path, bf16):
     config = LoraConfig(

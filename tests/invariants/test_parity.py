@@ -17,6 +17,7 @@ def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     return [[draws.randrange(3, 256) for _ in range(length)] for length in lengths]
 
 
+@pytest.mark.fast_cases("llama", "mistral", "bloom")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_agrees_with_a_plain_forward(family):
     model = tiny_model(family)
@@ -29,6 +30,7 @@ def test_every_family_agrees_with_a_plain_forward(family):
     assert largest_difference(model, outputs, temperature=0.8) <= TOLERANCE
 
 
+@pytest.mark.fast_cases("mistral", "bloom", "qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(family):
     model = tiny_model(family)

@@ -1,11 +1,14 @@
 """What a GPU would refuse, and how often the host waits for it, on a machine that has none."""
 
 import dataclasses
+from contextlib import contextmanager
 
 import pytest
 import torch
+from fast_path import graphs_of
 from pretend_device import (
     BYTES_PER_ROW,
+    DEVICE,
     MIB,
     CapturedThere,
     Pretended,
@@ -17,7 +20,10 @@ from tiny import char_tokenizer, tiny_model
 
 from cb_rollout import OutOfCacheMemoryError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.cuda_graphs.graphs import GraphedDecoding, PendingStep
+from cb_rollout.engine.kv_cache.offloading import OffloadSpeeds
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.runner import ModelRunner
+from cb_rollout.engine.service.plain_forwards import prompt_logprobs
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a GPU")
@@ -46,7 +52,9 @@ def rollout(model, asked, sleeps=False, **settings):
         before = Pretended.num_waits
         outputs = generator.generate_batch(INPUTS, sampling_params=params, num_return_sequences=2)
         num_waits = Pretended.num_waits - before
-        path = generator.manager.engine.decode_path
+        path = generator.manager.decode_path
+        is_offloading = generator.manager.engine._offloader is not None
+        assert bool(generator.manager.counters.restored_sequences) is is_offloading
     tokens = [output.generated_tokens for output in outputs.values()]
     return tokens, [output.logprobs for output in outputs.values()], num_waits, path
 
@@ -60,6 +68,8 @@ CASES = {
     "adjusted": ("qwen3", PENALISED, {"max_batch_tokens": 4}),
     "weights in a copy": ("qwen3", {"min_p": 0.1}, {"weight_sync": "copy", "sleeps": True}),
     "preempted": ("qwen3", {"max_new_tokens": 20}, {"num_blocks": 5}),
+    "kept keys": ("qwen3", {"max_new_tokens": 20}, {"num_blocks": 10, "cpu_offload_space": 0.01}),
+    "kept states": ("lfm2", {"max_new_tokens": 20}, {"num_blocks": 10, "cpu_offload_space": 0.01}),
     "recurrent": ("lfm2", {}, {}),
     "experts": ("qwen3_moe", {}, {}),
     "sinks": ("gpt_oss", {}, {}),
@@ -76,6 +86,8 @@ FAST = {"graphs", "recurrent"}
 )
 def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
     family, asked, settings = CASES[case]
+    # Copies there are faster than any prefill.
+    monkeypatch.setattr(OffloadSpeeds, "is_copy_faster", lambda *_: True)
     shape = SMALL if family == "qwen3" else {}
     with monkeypatch.context() as here:
         here.setattr(torch.cuda, "is_available", lambda: False)
@@ -88,7 +100,7 @@ def test_a_rollout_there_has_the_tokens_of_one_here(case, device, monkeypatch):
     assert ("triton" in found[3]) is (family != "bloom")
     has_graphs = "CUDA graphs: on" in found[3]
     assert has_graphs is (case not in ("kernels", "a bias of positions"))
-    is_ahead = has_graphs and case not in ("graphs, none ahead", "recurrent")
+    is_ahead = has_graphs and case != "graphs, none ahead" and family != "lfm2"
     assert ("a step ahead" in found[3]) is is_ahead
 
 
@@ -120,12 +132,50 @@ def test_a_step_waits_for_the_device_once_and_more_only_where_truncation_asks_it
     assert long - short == 4 * waits_per_step
 
 
+@contextmanager
+def full_determinism():
+    """What `full_determinism=True` of a trainer switches on."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [
+        ({}, {}),
+        pytest.param({"top_p": 0.8}, {}, marks=pytest.mark.slow),
+        pytest.param(PENALISED | {"top_p": 0.8, "top_k": 20}, {}, marks=pytest.mark.slow),
+        pytest.param({"min_p": 0.1}, {"use_cuda_graph": False}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.8}, {"sampling_mask": "replay"}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "top-p", "adjusted", "kernels", "replayed masks"],
+)
+def test_full_determinism_gives_the_tokens_that_it_gives_without(asked, settings, device):
+    with device:
+        model = tiny_model("qwen3", **SMALL).to("cuda:0")
+        expected = rollout(model, asked, **settings)
+        with full_determinism():
+            found = rollout(model, asked, **settings)
+    assert found[:2] == expected[:2]
+
+
+def test_what_full_determinism_refuses_is_refused(device):
+    with device, full_determinism():
+        numbers = torch.ones(3, device="cuda:0")
+        with pytest.raises(RuntimeError, match="deterministic"):
+            numbers.cumsum(0)
+        assert numbers.long().cumsum(0).tolist() == [1, 2, 3]
+
+
 @pytest.mark.slow
 def test_a_new_engine_captures_no_graph_later(device):
     config = RolloutConfig(max_requests_per_batch=4)
     params = SamplingParams(ignore_eos=True, max_new_tokens=3)
     with device, RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
-        graphs = generator.manager.engine._graphs
+        graphs = graphs_of(generator)
         assert graphs.num_graphs == 3
         for num_rows in (1, 2, 3):
             generator.generate_batch(INPUTS[:1] * num_rows, sampling_params=params)
@@ -145,6 +195,8 @@ def test_memory_of_graphs_and_gaps_between_tensors_are_not_planned_for_the_cache
             assert plan.graph_bytes == allocator.pool
             assert plan.free_bytes == 1024 * MIB - 160 * MIB - allocator.pool
             assert sum(part.num_bytes for part in plan.parts) == plan.total_bytes
+            # Training, which asks while it holds gaps of its own, gets no byte of the graphs.
+            assert devices.memory(DEVICE).free_bytes == plan.free_bytes + allocator.gaps
             generator.sleep(release_graphs=True)
             assert (allocator.pool, allocator.unused) == (0, 0)
             generator.manager.engine._plan()
@@ -174,7 +226,7 @@ def test_steps_launch_ahead_of_their_tokens(device, monkeypatch):
     with device:
         steps = recorded_steps(monkeypatch)
         with RolloutGenerator(tiny_model(**SMALL).to("cuda:0"), config) as generator:
-            assert "a step ahead" in generator.manager.engine.decode_path
+            assert "a step ahead" in generator.manager.decode_path
             generator.generate_batch([[5 + row, 6, 7] for row in range(8)], sampling_params=params)
     assert steps == ["launch", *["launch", "read"] * 2, "read"]
 
@@ -252,6 +304,44 @@ def test_a_copy_generates_on_a_stream_that_training_does_not_hold_up(device, mon
             training.launch()
             generator.generate_batch(INPUTS[:1], sampling_params=params)
             assert not any(followed)
+
+
+ENTRIES = {
+    "an engine that is made": lambda generator: None,
+    "a rollout": lambda generator: generator.generate_batch(
+        INPUTS, sampling_params=SamplingParams(max_new_tokens=2)
+    ),
+    "a warm-up": lambda generator: generator.manager.warmup(),
+    "a sync of a model that was cast": lambda generator: (
+        generator.manager.engine.model.double(),
+        generator.sync_weights(),
+    ),
+    "a verification": lambda generator: (
+        generator.generate_batch(INPUTS, sampling_params=SamplingParams(max_new_tokens=2)),
+        generator.verify(1),
+    ),
+    "log-probabilities of a prompt": lambda generator: prompt_logprobs(
+        generator.manager.engine, INPUTS[0], 1.0, 2
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_forward_runs_while_another_device_is_the_threads_current_one(
+    entry, device, monkeypatch
+):
+    """Kernels launch on the current device, and a model may be on another."""
+    current = set()
+
+    def recorded(self, *args, inner=ModelRunner.forward, **given):
+        current.add(torch.cuda.current_device())
+        return inner(self, *args, **given)
+
+    monkeypatch.setattr(ModelRunner, "forward", recorded)
+    with device, RolloutGenerator(tiny_model(**SMALL).to("cuda:0")) as generator:
+        ENTRIES[entry](generator)
+    assert current == {0}
 
 
 def test_what_a_device_would_refuse_is_refused(device):
@@ -345,7 +435,9 @@ def test_every_sampling_parameter_is_honoured_on_every_path(device, monkeypatch)
         with RolloutGenerator(tiny_model(**shape), config, tokenizer=TOKENIZER) as generator:
             ((tokens, _),) = sampled(generator, [{}])
             changing = parameters_that_change(tokens)
-            assert set(changing) == {field.name for field in dataclasses.fields(SamplingParams)}
+            names = {field.name for field in dataclasses.fields(SamplingParams)}
+            # This model has no adapters; test_named_adapters has those that do.
+            assert set(changing) == names - {"adapter"}
             kernel = {name: sampled(generator, pair) for name, pair in changing.items()}
     for name, (found, without) in kernel.items():
         assert found != without, name
@@ -355,7 +447,7 @@ def test_every_sampling_parameter_is_honoured_on_every_path(device, monkeypatch)
     with device:
         model = tiny_model(**shape).to("cuda:0")
         with RolloutGenerator(model, config, tokenizer=TOKENIZER) as generator:
-            assert "CUDA graphs: on" in generator.manager.engine.decode_path
+            assert "CUDA graphs: on" in generator.manager.decode_path
             # Beside one that no graph samples, no row would be sampled in a graph.
             for is_graphed in (True, False):
                 names = [name for name in asked if can_be_graphed[name] is is_graphed]

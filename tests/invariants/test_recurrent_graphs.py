@@ -4,7 +4,7 @@ import pytest
 import torch
 from device_laws import CAPTURED, ROUNDING, Autocasting
 from fake_model import request_of
-from fast_path import Playback, pretend_cuda
+from fast_path import Playback, graphs_of, pretend_cuda
 from pretend_device import DEVICE, Pretended, pretend_device
 from tiny import plain_logprobs, tiny_model
 
@@ -82,8 +82,8 @@ def test_a_captured_rollout_has_the_tokens_of_one_without_graphs(name, monkeypat
     pretend_device(monkeypatch)
     with Pretended(), generator_of(tiny_model(family, **settings).to(DEVICE)) as generator:
         engine = generator.manager.engine
-        assert "triton" in engine.decode_path
-        assert engine.decode_path.endswith("CUDA graphs: on")
+        assert "triton" in engine.paged_model.describe_decoding()
+        assert engine.paged_model.describe_decoding().endswith("CUDA graphs: on")
         found = rolled_out(generator)
     assert found[0] == expected[0]
     for ours, theirs in zip(found[1], expected[1], strict=True):
@@ -160,7 +160,8 @@ def test_capturing_moves_no_state(fast):
         generator.generate_batch([SHORT], sampling_params=params())
         engine = generator.manager.engine
         before = [tensor.fill_(1).clone() for tensor in engine._storage.cache.tensors]
-        engine._graphs.add(next(iter(engine._graphs._graphs)), 8)
+        made = graphs_of(generator)
+        made.add(next(iter(made._graphs)), 8)
         assert all(map(torch.equal, before, engine._storage.cache.tensors))
 
 
@@ -193,7 +194,7 @@ def test_a_forward_that_raises_when_some_states_moved_is_not_run_again_on_them(f
 
     with generator_of(model, use_cuda_graph=False) as generator:
         engine = generator.manager.engine
-        assert "triton" in engine.decode_path
+        assert "triton" in engine.paged_model.describe_decoding()
         layer.forward = raise_once
         engine.add(requests[0])
         stepped(engine, requests[1], lambda: None)
@@ -209,7 +210,7 @@ def test_no_more_rows_are_captured_than_states_fit(fast):
     with generator_of(model, use_cuda_graph=True, **settings) as generator:
         engine = generator.manager.engine
         assert engine.memory_plan.num_slots < 64
-        assert max(key.num_rows for key in engine._graphs._graphs) < 64
+        assert max(key.num_rows for key in graphs_of(generator)._graphs) < 64
 
 
 def test_steps_ahead_are_refused_where_states_would_move_twice(fast):

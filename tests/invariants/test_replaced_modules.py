@@ -120,6 +120,7 @@ def test_the_vocabulary_that_prompts_may_use_is_that_of_the_embedding_now():
 AUTOCAST = RolloutConfig(seed=0, rollout_dtype="bfloat16")
 
 
+@pytest.mark.fast_cases("config0-True-True")
 @pytest.mark.parametrize("made_inside", [False, True])
 @pytest.mark.parametrize("used_inside", [False, True])
 @pytest.mark.parametrize("config", [RolloutConfig(seed=0), AUTOCAST])

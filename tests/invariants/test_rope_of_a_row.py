@@ -19,7 +19,7 @@ from cb_rollout import (
 )
 from cb_rollout.compat.module_state import forward_identity
 from cb_rollout.packing.batch import PackingLayout
-from cb_rollout.packing.logprobs import _LAYOUTS
+from cb_rollout.packing.logprobs import _LAYOUTS, AgreedLayouts
 
 # Tokens of the longest row that has the short factors.
 LIMIT = 16
@@ -90,6 +90,7 @@ def rollout(model, inputs, params=SAMPLED, num=1, **config):
         return list(found.values())
 
 
+@pytest.mark.fast_cases("gemma3_text-copied")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_row_is_sampled_as_alone_on_either_side_and_where_it_crosses(family, config):
@@ -148,8 +149,8 @@ def plain_logprobs(model, output) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_takes_the_factors_of_each_whole_row(family, layout):
     model = longrope_model(family)
-    key = (False, (forward_identity(model), weakref.ref(model)))
-    _LAYOUTS[model] = {key: layout}
+    compared_model = (forward_identity(model), weakref.ref(model))
+    _LAYOUTS[model] = AgreedLayouts(compared_model, {False: layout})
     short, long = prompts(10, 20)
     outputs = [
         output_of(prompt, completion)

@@ -150,6 +150,7 @@ def test_a_sequence_that_outlives_its_policy_keeps_the_experts_of_its_tokens():
     assert last.logprobs[num_old:] != pytest.approx(own.tolist(), abs=1e-2)
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_router_gradients_are_those_of_experts_forced_by_hand(checkpointing):
     model = tiny_model("qwen3_moe", **FAMILIES["qwen3_moe"])

@@ -66,6 +66,18 @@ def generated_freely(family):
     return [generated(model, prompt, generation_config=config) for prompt in FOUR_PROMPTS]
 
 
+@pytest.mark.fast_cases(
+    "qwen3-bad_words",
+    "qwen3-sequence_bias",
+    "qwen3-forced_eos",
+    "gpt2-encouraged_repetition",
+    "gpt2-min_length",
+    "gpt2-bad_words",
+    "gpt2-rarer",
+    "lfm2-min_length",
+    "lfm2-bad_words",
+    "lfm2-together",
+)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "lfm2"])
 def test_greedy_tokens_under_a_setting_are_those_of_generate(family, setting):
@@ -84,6 +96,7 @@ def test_greedy_tokens_under_a_setting_are_those_of_generate(family, setting):
         ), "the setting changed nothing"
 
 
+@pytest.mark.fast_cases("setting0")
 @pytest.mark.parametrize("setting", [{}, {"min_new_tokens": 9}, {"min_length": 20}])
 def test_a_least_length_holds_the_end_of_sequence_back_as_in_generate(setting):
     model, inputs = tiny_model(), prompts(3, 8, 12)
@@ -99,6 +112,7 @@ def test_a_least_length_holds_the_end_of_sequence_back_as_in_generate(setting):
     assert max(lengths) <= 3 if not setting else min(lengths) > 3
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("length", [1, 2, 4])
 def test_stop_strings_end_where_they_end_generate(length):
     tokenizer = char_tokenizer()

@@ -1,5 +1,7 @@
 """`cb-rollout serve` as a process, from its first line to its exit code."""
 
+import argparse
+import inspect
 import re
 import signal
 import socket
@@ -14,10 +16,13 @@ import openai
 import pytest
 from served import client, served
 from tiny import byte_tokenizer, tiny_model
+from transformers.cli.serve import Serve
+from xinference_client import RESTfulClient
 
 from cb_rollout.engine.core import Engine
 from cb_rollout.errors import EngineDeadError
-from cb_rollout.tools.cli import main
+from cb_rollout.tools.cli import main, serve
+from cb_rollout.tools.cli.command import CommandParser
 
 # Importing torch takes long on a busy machine.
 START_SECONDS = 300.0
@@ -128,6 +133,26 @@ def test_a_second_signal_does_not_wait(checkpoint):
 
 
 @pytest.mark.slow
+def test_xinferences_client_launches_the_checkpoint_that_is_served(checkpoint):
+    options = ("--xinference", "--continuous-batching", "--cb-block-size", "16")
+    with serving(checkpoint, *options, "--cb-num-blocks", "300") as server:
+        xinference = RESTfulClient(server.url)
+        uid = xinference.launch_model("mine", model_path=str(checkpoint), max_num_seqs=16)
+        model = xinference.get_model(uid)
+        config = {"temperature": 0, "max_tokens": 8}
+        said = model.chat(HELLO, generate_config=config)["choices"][0]["message"]["content"]
+        chats = client(server).chat.completions
+        expected = chats.create(model="tiny", messages=HELLO, **config)
+        assert said == expected.choices[0].message.content
+        xinference.terminate_model(uid)
+        model.close()
+        xinference.close()
+        figures = httpx.get(f"{server.url}/metrics").text
+        assert re.search(r"^cb_rollout_kv_blocks 300(\.0)?$", figures, re.MULTILINE)
+        server.process.send_signal(signal.SIGINT)
+
+
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(checkpoint):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -148,6 +173,15 @@ def test_a_port_in_use_is_one_line(checkpoint):
         (["./nowhere", "--port", "99999"], "--port 99999 is not a whole number"),
         (["./nowhere", "--drain-seconds", "-1"], "--drain-seconds -1.0"),
         (["./nowhere", "--max-num-seqs", "0"], "--max-num-seqs 0 "),
+        (["./nowhere", "--cb-block-size", "0"], "--cb-block-size 0 is not"),
+        (["./nowhere", "--cb-num-blocks", "0"], "--cb-num-blocks 0 is not"),
+        (["./nowhere", "--cb-max-batch-tokens", "0"], "--cb-max-batch-tokens 0 is not"),
+        (["./nowhere", "--cb-max-memory-percent", "40"], "--max-memory-percent 40.0 is outside"),
+        (["./nowhere", "--no-continuous-batching"], "requests are always batched continuously"),
+        (
+            ["./nowhere", "--max-memory-percent", "0.5", "--cb-max-memory-percent", "0.4"],
+            "--max-memory-percent 0.5 and --cb-max-memory-percent 0.4 are one setting; give one",
+        ),
     ],
 )
 def test_an_error_of_serve_is_one_line(arguments, said, capsys, monkeypatch):
@@ -157,6 +191,58 @@ def test_an_error_of_serve_is_one_line(arguments, said, capsys, monkeypatch):
     assert printed.out == ""
     assert printed.err.splitlines()[-1].startswith("cb-rollout: ")
     assert said in printed.err.splitlines()[-1]
+
+
+def config_of(*options):
+    """Return the settings that `serve` gives the engine for its options."""
+    root = argparse.ArgumentParser()
+    serve.add_serve(root.add_subparsers(parser_class=CommandParser))
+    return serve._config(root.parse_args(["serve", "./nowhere", *options]))
+
+
+def test_the_names_of_transformers_serve_are_its_settings():
+    names = ("--cb-block-size", "16", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "512")
+    asked = config_of("--continuous-batching", *names, "--no-cb-use-cuda-graph")
+    assert (asked.block_size, asked.num_blocks, asked.max_batch_tokens) == (16, 64, 512)
+    assert asked.use_cuda_graph is False
+    assert config_of("--cb-use-cuda-graph").use_cuda_graph is True
+    assert config_of("--cb-max-memory-percent", "0.4").max_memory_percent == 0.4
+    both = ("--cb-max-memory-percent", "0.4", "--max-memory-percent", "0.4")
+    assert config_of(*both).max_memory_percent == 0.4
+    plain = config_of()
+    assert (plain.block_size, plain.num_blocks, plain.max_batch_tokens) == (32, None, None)
+    assert (plain.max_memory_percent, plain.use_cuda_graph) == (0.8, None)
+
+
+def test_every_option_for_batching_of_transformers_serve_is_taken(capsys):
+    arguments = inspect.signature(Serve.__init__).parameters
+    options = [name for name in arguments if name.startswith(("cb_", "continuous_batching"))]
+    assert {"cb_block_size", "cb_num_blocks", "cb_max_batch_tokens"} <= set(options)
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    printed = capsys.readouterr().out
+    for name in options:
+        assert f"--{name.replace('_', '-')}" in printed
+    assert "No effect: requests are always batched continuously" in " ".join(printed.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "expected"),
+    [
+        ((), None, None),
+        ((), "0", None),
+        ((), "", None),
+        ((), "1", 16),
+        (("--xinference",), None, 16),
+        (("--xinference",), "0", 16),
+        (("--xinference", "--max-num-seqs", "3"), "1", 3),
+    ],
+)
+def test_xinferences_users_get_its_number_of_sequences(options, variable, expected, monkeypatch):
+    monkeypatch.delenv(serve.XINFERENCE_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(serve.XINFERENCE_VARIABLE, variable)
+    assert config_of(*options).max_requests_per_batch == expected
 
 
 def test_the_thread_that_waits_for_a_server_steps_the_engine(monkeypatch):

@@ -181,3 +181,19 @@ def test_a_picture_that_does_not_run_is_refused_and_the_next_one_runs(monkeypatc
                 chats.create(model="policy", messages=messages)
         assert chats.create(model="policy", messages=messages, max_tokens=2).choices
         assert chats.create(model="policy", messages=asked(), max_tokens=2).choices
+
+
+def test_a_response_about_pictures_has_the_tokens_of_its_chat(serving, chat):
+    urls = [data_url(picture(1)), data_url(picture(2, (30, 44)))]
+    expected = chat(asked(*urls), max_tokens=8, temperature=0)
+    parts = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+    content = [{"type": "input_text", "text": "w60 w61"}, *parts]
+    responses = client(serving[1]).responses
+    settings = {"model": "policy", "max_output_tokens": 8, "temperature": 0}
+    answer = responses.create(input=[{"role": "user", "content": content}], **settings)
+    assert answer.output_text == expected.choices[0].message.content
+    assert answer.usage.input_tokens == expected.usage.prompt_tokens
+    content = [{"type": "input_text", "text": "w60"}, {"type": "input_image", "image_url": "x"}]
+    with pytest.raises(openai.BadRequestError, match="a picture is a URL of") as caught:
+        responses.create(input=[{"role": "user", "content": content}], **settings)
+    assert caught.value.param == "input.content.1.image_url"

@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from served import IDS, client, idle, let_say, served
+from served import IDS, client, idle, let_prefer, let_say, served
 from tiny import byte_tokenizer, plain_logprobs
 
 from cb_rollout import SamplingParams
@@ -20,10 +20,16 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
 UNENFORCED = {
     "type": "object",
     "properties": {"tags": {"type": "array", "items": {}, "uniqueItems": True}},
+}
+PLACE = {
+    "type": "object",
+    "properties": {"place": {"$ref": "#/$defs/Place"}},
+    "required": ["place"],
+    "additionalProperties": False,
+    "$defs": {"Place": {"enum": ["Ulm", "K\u00f6ln"]}},
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "K\u00f6ln"}}\n</tool_call>'
 SCHEMA = {
@@ -32,6 +38,12 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+def strict(parameters, name="weather"):
+    """Return a tool whose calls obey a schema."""
+    function = {"name": name, "parameters": parameters, "strict": True}
+    return {"type": "function", "function": function}
 
 
 @pytest.fixture(scope="module")
@@ -220,6 +232,52 @@ def test_a_broken_call_is_text_and_no_tools_means_no_calls(generator, chat):
         assert choice.message.tool_calls is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_of_a_strict_tool_obeys_its_schema(generator, chat, stream):
+    let_prefer(generator, f"I see. {CALL}")
+    settings = {"tools": [strict(PLACE)], "max_tokens": 400, "temperature": 0}
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in chat(HELLO, stream=True, **settings)]
+        (call,) = [call for delta in deltas for call in delta.tool_calls or []]
+    else:
+        (call,) = chat(HELLO, **settings).choices[0].message.tool_calls
+    # The model prefers {"city": "K\u00f6ln"}.
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["place"] in ("Ulm", "K\u00f6ln")
+    # Without strict it writes what it prefers.
+    (choice,) = chat(HELLO, **(settings | {"tools": [WEATHER]})).choices
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "K\u00f6ln"}
+
+
+def test_beside_a_strict_tool_another_takes_any_object(generator, chat):
+    tools = [WEATHER, strict(PLACE, "find")]
+    let_prefer(generator, CALL)
+    (call,) = chat(HELLO, tools=tools, max_tokens=200, temperature=0).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "K\u00f6ln"}
+    # A tool that was not given cannot be named.
+    let_prefer(generator, CALL.replace("weather", "fly"))
+    (choice,) = chat(HELLO, tools=tools, max_tokens=200, temperature=0).choices
+    assert "fly" not in choice.message.model_dump_json()
+
+
+def test_a_strict_tool_without_parameters_takes_no_arguments(generator, chat):
+    let_prefer(generator, CALL)
+    (choice,) = chat(HELLO, tools=[strict(None)], max_tokens=200, temperature=0).choices
+    assert choice.message.tool_calls[0].function.arguments == "{}"
+
+
+def test_a_strict_tool_that_may_not_be_called_constrains_nothing(generator, chat):
+    let_say(generator, CALL)
+    (choice,) = chat(HELLO, tools=[strict(PLACE)], tool_choice="none").choices
+    assert choice.message.content == CALL
+
+
+def test_a_strict_tool_is_refused_where_the_model_has_a_form_of_its_own(serving, chat, monkeypatch):
+    monkeypatch.setattr(serving[1].model.tool_parser, "has_template", True)
+    with pytest.raises(openai.BadRequestError, match="a form of its own; leave strict out"):
+        chat(HELLO, tools=[strict(PLACE)])
+
+
 def test_an_answer_in_json_obeys_its_schema(chat):
     response_format = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
     answer = chat(HELLO, response_format=response_format, n=8, seed=0, max_tokens=400)
@@ -241,9 +299,11 @@ def test_an_answer_in_json_obeys_its_schema(chat):
         ({"logit_bias": {"x": 1}}, "not a token id"),
         ({"logit_bias": {"99999": 1}}, "outside the model's vocabulary"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
-        ({"tool_choice": "required"}, "tool_choice: Input should be 'auto' or 'none'"),
-        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template: Extra inputs"),
-        ({"extra_body": {"best_of": 2}}, "best_of: Extra inputs"),
+        ({"tool_choice": "required"}, "Input should be 'auto' or 'none': the model decides"),
+        ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template: Extra inputs .* token ids"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search: Extra .* are sampled"),
+        ({"extra_body": {"anything": 1}}, "anything: Extra .* no such field; leave it out"),
+        ({"extra_body": {"best_of": 2}}, "best_of: Extra inputs .* send n, and choose"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         (
             {
@@ -263,7 +323,9 @@ def test_an_answer_in_json_obeys_its_schema(chat):
             },
             "does not enforce `uniqueItems` at #/properties/tags; leave it out",
         ),
-        ({"tools": [STRICT]}, "strict: .*a call is parsed and not constrained; leave strict out"),
+        ({"tools": [strict(UNENFORCED)]}, "tools: .* `uniqueItems` at #/properties/tags"),
+        ({"tools": [strict(PLACE), WEATHER]}, "two tools are named 'weather'; rename one"),
+        ({"tools": [strict({"type": "object", "description": "x" * 70_000})]}, "70,0.. characters"),
     ],
 )
 def test_a_field_that_cannot_be_honoured_is_refused_with_its_reason(chat, settings, said):

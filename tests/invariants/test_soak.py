@@ -113,7 +113,7 @@ def test_thousands_of_requests_from_many_threads_are_each_delivered_once_and_rig
     assert [submitter.failure for submitter in submitters] == [None] * NUM_THREADS
     assert manager.get_result(timeout=0) is None
     assert manager.engine.num_blocks_used == 0
-    assert manager.engine.cache_bytes == 0
+    assert manager.engine.status().kv_bytes == 0
     assert threading.active_count() == num_threads_before
 
     outputs = [output for submitter in submitters for output in submitter.outputs]

@@ -46,6 +46,32 @@ def change(model):
         parameter.mul_(1.05)
 
 
+@pytest.mark.parametrize("way", ["edited", "another", "set"])
+@pytest.mark.parametrize("strategy", [OverSampling(), PartialRollouts(num_extra_groups=1)])
+def test_groups_are_submitted_by_the_generators_present_defaults(generator, strategy, way):
+    model = generator.manager.model
+    model.generation_config.update(do_sample=True, max_new_tokens=3, eos_token_id=-1)
+    prompts = ([5 + i % 50, 6, 7, 8] for i in itertools.count())
+    collector = GroupCollector(
+        RequestStream(generator), prompts, long_first, strategy, num_generations=4
+    )
+    for temperature, length in ((0.5, 3), (1.5, 6), (0.75, 4)):
+        if way == "edited":
+            model.generation_config.update(temperature=temperature, max_new_tokens=length)
+        else:
+            other = copy.deepcopy(model.generation_config)
+            other.update(temperature=temperature, max_new_tokens=length)
+            if way == "another":
+                model.generation_config = other
+            else:
+                generator.set_generation_config(other)
+        groups = collector.collect(3)
+        newest = max(groups, key=lambda group: group.number)
+        found = {(output.temperature, len(output.generated_tokens)) for output in newest.outputs}
+        assert found == {(temperature, length)}
+    collector.close()
+
+
 def test_over_sampling_leaves_an_idle_engine_and_the_model_as_it_was(generator):
     collector = collector_of(generator, OverSampling(num_extra_groups=3))
     groups = collector.collect(2)

@@ -13,7 +13,13 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from cb_rollout import ContinuousBatchingManager, EngineDeadError, RolloutConfig, SamplingParams
+from cb_rollout import (
+    ContinuousBatchingManager,
+    EngineDeadError,
+    RequestStatus,
+    RolloutConfig,
+    SamplingParams,
+)
 from cb_rollout.engine.service import manager as manager_module
 from cb_rollout.engine.service.lockstep import LockstepCommand
 
@@ -51,7 +57,7 @@ def managers(monkeypatch):
     turns: queue.Queue[LockstepCommand] = queue.Queue()
     groups = iter([ThreadGroup(rank, turns) for rank in range(2)])
     monkeypatch.setattr(manager_module.hf_compat, "tensor_parallel_group", lambda _: "group")
-    monkeypatch.setattr(manager_module, "EngineGroup", lambda _: next(groups))
+    monkeypatch.setattr(manager_module, "EngineGroup", lambda *_: next(groups))
     pair = [ContinuousBatchingManager(tiny_model(), None, CONFIG) for _ in range(2)]
     yield pair
     for manager in pair:
@@ -118,7 +124,7 @@ def test_a_process_that_asks_for_something_else_is_told(managers):
         manager.start()
     managers[0].add_request([5, 6, 7])
     managers[1].add_request([5, 6, 8])
-    with pytest.raises(EngineDeadError, match=r"another prompt.*same calls in the same order"):
+    with pytest.raises(EngineDeadError, match=r"different prompt.*same calls in the same order"):
         managers[1].get_result(timeout=TIMEOUT_SECONDS)
     with pytest.raises(EngineDeadError, match="make a new generator on every process"):
         managers[1].start()
@@ -142,3 +148,6 @@ def test_stopping_ends_all_processes_after_the_same_turn(managers):
     together(lambda manager: manager.stop(hard_stop=True), managers)
     first, second = (manager.get_result(timeout=TIMEOUT_SECONDS) for manager in managers)
     assert first.generated_tokens == second.generated_tokens
+    # Stopped amid the request.
+    assert first.status == second.status == RequestStatus.CANCELLED
+    assert not any(manager.is_running() for manager in managers)

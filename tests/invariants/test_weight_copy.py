@@ -31,6 +31,7 @@ def change(model, seed: int = 1) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
 
+@pytest.mark.fast_cases("llama", "mistral", "bloom")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_come_from_the_new_weights_after_a_sync_and_from_the_old_before(family):
     model, old = tiny_model(family), tiny_model(family)
@@ -64,7 +65,7 @@ def test_a_copy_is_refused_where_the_trainer_runs_a_forward_of_its_own():
     model = tiny_model()
     with RolloutGenerator(model, COPY) as generator:
         replaced(model)
-        with pytest.raises(WeightSyncError, match=r"a forward that .*layers\.0\.mlp.*'shared'"):
+        with pytest.raises(WeightSyncError, match=r"a patched forward: .*layers\.0\.mlp.*'shared'"):
             generator.sync_weights()
     with pytest.raises(WeightSyncError, match="shared"):
         RolloutGenerator(model, COPY)
@@ -78,20 +79,21 @@ def test_a_copy_tells_of_a_hook_that_it_does_not_run_once(caplog):
         generator.sync_weights()
         generator.sync_weights()
     assert (
-        caplog.text.count("runs no forward hook of the training module (model.layers.0.mlp)") == 1
+        caplog.text.count("without the training module's forward hooks (model.layers.0.mlp)") == 1
     )
 
 
+@pytest.mark.fast_cases("replaced")
 @pytest.mark.parametrize("changed", [hooked, replaced])
 def test_a_model_with_hooks_runs_itself_under_autocast(changed, caplog):
     caplog.set_level("INFO")
     config = RolloutConfig(rollout_dtype="bfloat16", seed=0)
     with RolloutGenerator(tiny_model(), config) as generator:
-        assert generator.manager.engine.runs_a_copy
+        assert generator.manager.engine.training_model.is_copied
     model = tiny_model()
     changed(model)
     with RolloutGenerator(model, config) as generator:
-        assert not generator.manager.engine.runs_a_copy
+        assert not generator.manager.engine.training_model.is_copied
         assert "weights: shared; a copy would not compute model.layers.0.mlp" in caplog.text
 
 
@@ -141,8 +143,8 @@ def test_the_training_module_is_not_touched_in_any_bit():
     state = torch.get_rng_state()
     with RolloutGenerator(model, COPY) as generator:
         generator.generate_batch(PROMPTS, sampling_params=PARAMS)
-        generator.sync_weights()
         generator.verify(2)
+        generator.sync_weights()
         assert {name: module.training for name, module in model.named_modules()} == flags
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(tensor, bits[name]) for name, tensor in tensors.items())
@@ -175,6 +177,7 @@ class Autocasting:
 
     mixed_precision = "bf16"
     process_index = 0
+    num_processes = 1
     device = torch.device("cpu")
     state = SimpleNamespace()
 
@@ -270,6 +273,7 @@ def test_weights_that_the_trainer_holds_are_not_released(weight_sync):
         RolloutGenerator(tiny_model(), replace(config, release_cache="with_weights"))
 
 
+@pytest.mark.fast_cases("True")
 @pytest.mark.parametrize("tied", [False, True])
 def test_under_autocast_a_copy_gives_bit_by_bit_what_autocast_gives(tied):
     model = tiny_model(tie_word_embeddings=tied)

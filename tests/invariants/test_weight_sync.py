@@ -14,7 +14,7 @@ from cb_rollout import (
     generate_batch,
 )
 from cb_rollout.engine.kv_cache.block_manager import PrefixCache, PrefixKey
-from cb_rollout.rollout.generator import GENERATOR_ATTRIBUTE
+from cb_rollout.rollout.kept import kept_by
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
 PROMPT = [random.Random(0).randrange(3, 256) for _ in range(100)]
@@ -112,9 +112,10 @@ def test_a_kept_manager_never_reads_keys_of_an_earlier_call():
     assert largest_difference(model, [after]) <= 1e-5
     generate_batch(model, [PROMPT], **{**arguments, "persistent_manager": False})
     # The running thread refers to the model, and so to the generator kept on it.
-    vars(model)[GENERATOR_ATTRIBUTE].generator.close()
+    kept_by(model).generator.close()
 
 
+@pytest.mark.fast_cases("False-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("has_sampled", [False, True])
 def test_a_model_that_was_cast_since_is_sampled_as_it_is_now(dtype, has_sampled):

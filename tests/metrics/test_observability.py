@@ -13,6 +13,7 @@ from cb_rollout.metrics.registry import DISTRIBUTIONS, EngineCounters, EngineSta
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "observability.md"
 DASHBOARD = DOCUMENT.with_name("grafana-dashboard.json")
+PACKAGE = DOCUMENT.parents[1] / "cb_rollout"
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=0)
 PROMPTS = [[5, 6, 7], [8, 9], [8, 9]]
 
@@ -73,8 +74,8 @@ def test_the_dashboard_draws_every_metric_and_no_other(generator):
     drawn = {
         name
         for panel in board["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"cb_rollout_\w+", target["expr"])
+        for target in panel.get("targets", ())
+        for name in re.findall(r"cb_rollout_\w+", target.get("expr", ""))
     }
     text = exposed(generator.manager)
     told = set(re.findall(r"^(cb_rollout_\w+)", text, re.MULTILINE))
@@ -93,3 +94,16 @@ def test_every_name_is_one_of_a_kind():
     names = LIVE_NAMES + [d.name for d in DISTRIBUTIONS]
     assert len(names) == len(set(names))
     assert all(d.name.endswith("_seconds") for d in DISTRIBUTIONS)
+
+
+def test_the_dashboard_asks_for_spans_and_attributes_that_there_are():
+    text = DOCUMENT.read_text()
+    board = json.loads(DASHBOARD.read_text())
+    queries = [t["query"] for p in board["panels"] for t in p.get("targets", ()) if "query" in t]
+    assert len(queries) == 4
+    source = "".join(path.read_text() for path in (PACKAGE / "integrations").rglob("*.py"))
+    for query in queries:
+        for name in re.findall(r'name = "(\w+)"', query):
+            assert f"`{name}`" in text
+        for name in re.findall(r"span\.([\w.]+)", query):
+            assert name.removeprefix("cb_rollout.") in source

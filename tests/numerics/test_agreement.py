@@ -3,8 +3,17 @@ from functools import partial
 
 import pytest
 import torch
+from pretend_device import Pretended, pretend_device
 
-from cb_rollout.engine.numerics.agreement import agrees, computed_in, references, rounding_noise
+from cb_rollout.engine.numerics import agreement as agreements
+from cb_rollout.engine.numerics.agreement import (
+    Agreement,
+    agrees,
+    computed_in,
+    is_measurable,
+    references,
+    rounding_noise,
+)
 from cb_rollout.errors import ConfigurationError
 
 P, V = 6, 500
@@ -103,3 +112,37 @@ def test_16_bits_are_compared_in_float32_first():
     assert surest.compare(plain, higher_precision)
     assert own.compare(leaking, higher_precision), "in 16 bits it is within the rounding"
     assert not surest.compare(leaking, higher_precision)
+
+
+def test_an_agreement_is_worded_truly_where_the_distance_is_above_the_rounding():
+    found = Agreement(
+        largest=2.1e-05,
+        root_mean_square=7.6e-06,
+        noise=3.1e-06,
+        typical_multiple=2.4,
+        largest_multiple=6.8,
+    )
+    assert str(found).endswith("within 4 times the model's own rounding of 3.1e-06")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a pretended device has any capability")
+@pytest.mark.parametrize(
+    ("capability", "is_fast"),
+    [
+        ((8, 0), True),
+        ((9, 0), True),
+        ((10, 0), True),
+        ((8, 6), False),
+        ((8, 9), False),
+        ((10, 3), False),
+        ((12, 0), False),
+    ],
+)
+def test_a_long_forward_in_float64_is_for_cards_with_units_for_it(capability, is_fast, monkeypatch):
+    pytest.importorskip("triton")
+    pretend_device(monkeypatch, capability)
+    with Pretended():
+        model = torch.nn.Linear(10, 10, device="cuda:0")
+        num_tokens = int(agreements.MAX_SLOW_GPU_PRODUCTS) // 110
+        assert is_measurable(model, num_tokens)
+        assert is_measurable(model, num_tokens + 1) is is_fast

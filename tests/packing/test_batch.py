@@ -9,17 +9,9 @@ import torch
 from prefix_trees import random_tree_rows
 
 from cb_rollout.engine.images.prompt_images import Image, PromptImages
-from cb_rollout.packing.batch import (
-    MAX_PADDING,
-    PackedRow,
-    PackingLayout,
-    RowImages,
-    Segment,
-    in_tree_order,
-    num_tree_tokens,
-    pack,
-    representative,
-)
+from cb_rollout.packing.batch import MAX_PADDING, PackingLayout, Segment, pack
+from cb_rollout.packing.prefix_tree import in_tree_order, num_tree_tokens, representative
+from cb_rollout.packing.rows import PackedRow, RowImages
 
 CPU = torch.device("cpu")
 A, B = [10, 11, 12], [13]

@@ -7,13 +7,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from nightly import some_slow
 from parity import create_model
 
 from cb_rollout import packed_logprobs
 from cb_rollout.packing import batch as batch_module
 from cb_rollout.packing import forward as forward_module
 from cb_rollout.packing import logprobs as logprobs_module
-from cb_rollout.packing.batch import PackedRow, PackingLayout, fork_examples, pack
+from cb_rollout.packing.batch import PackingLayout, pack
+from cb_rollout.packing.prefix_tree import fork_examples
+from cb_rollout.packing.rows import PackedRow
 
 VOCABULARY = 128
 FAMILIES = (
@@ -30,7 +33,7 @@ FAMILIES = (
 )
 # A short convolution, and a state-space layer, whose single steps write their states in place.
 FAST = FAMILIES[:2]
-SOME = [*FAST, *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[2:])]
+SOME = some_slow(FAMILIES, FAST)
 
 PROMPT = [3, 4, 5, 6]
 ODD_GROUPS = {
@@ -100,6 +103,7 @@ def assert_forks_as_alone(model, rows):
     assert distance(gradients, right) <= 1e-4 * distance({}, right)
 
 
+@pytest.mark.fast_cases("lfm2")
 @pytest.mark.parametrize("family", SOME)
 def test_odd_groups_have_the_gradients_of_plain_rows(family):
     model = a_model(family)
@@ -115,6 +119,7 @@ def test_random_groups_have_the_gradients_of_plain_rows(family):
         assert_forks_as_alone(model, random_rows(random.Random(seed)))
 
 
+@pytest.mark.fast_cases("lfm2")
 @pytest.mark.parametrize("family", SOME)
 def test_under_autocast_forks_are_as_near_to_float32_as_plain_rows(family):
     model = a_model(family)
@@ -146,6 +151,7 @@ CASTS = {
 }
 
 
+@pytest.mark.fast_cases("lfm2-in the model")
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("family", SOME)
 def test_under_autocast_a_model_is_held_to_the_rounding_of_16_bits(family, cast):

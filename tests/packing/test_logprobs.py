@@ -180,6 +180,7 @@ def test_each_family_has_the_scores_and_gradients_of_its_plain_forward(monkeypat
     assert model.training
 
 
+@pytest.mark.fast_cases("mistral")
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "deepseek_v3", "qwen3_moe"])
 def test_what_the_turns_and_forks_of_conversations_share_is_computed_once(family, monkeypatch):
     used, sizes, model = layouts_used(monkeypatch), [], a_model(family)
@@ -203,6 +204,7 @@ def test_conversations_of_a_recurrent_model_share_prompts_or_nothing(family, mon
     assert used[-1] == LAYOUTS[family]
 
 
+@pytest.mark.fast_cases("llama")
 @pytest.mark.parametrize("family", ["llama", "mistral", "deepseek_v3", "qwen3_moe"])
 def test_in_bfloat16_a_tree_is_as_near_to_float32_as_rows_alone(family):
     model = a_model(family).bfloat16()
@@ -422,8 +424,24 @@ def test_a_model_that_has_no_scores_is_refused(make, words):
 
 def test_an_output_without_a_prompt_is_named(model):
     outputs = [*random_outputs(), Output("the one", [], [3])]
-    with pytest.raises(InvalidRequestError, match="the one has no prompt token"):
+    with pytest.raises(InvalidRequestError, match="the one has an empty prompt"):
         packed_logprobs(model, outputs)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "said"),
+    [
+        ([True, False], [3], "True at position 0 is a boolean"),
+        ([5, 6], [3, torch.tensor(True)], "True at position 1 is a boolean"),
+        (torch.tensor([True]), [3], "True at position 0 is a boolean"),
+        ([5.0], [3], "5.0 at position 0 is a float"),
+        ([5], torch.tensor([3.0]), "3.0 at position 0 is a float"),
+    ],
+)
+def test_what_is_no_token_id_is_not_scored(model, prompt, completion, said):
+    output = GenerationOutput("mine", prompt, completion, [-1.0] * len(completion))
+    with pytest.raises(InvalidRequestError, match=f"mine does not hold token ids .{said}"):
+        packed_logprobs(model, [output])
 
 
 @pytest.mark.parametrize(("prompt", "completion"), [([-1], [3]), ([3], [3, VOCABULARY, 4])])
@@ -447,7 +465,7 @@ def test_a_model_whose_packed_forward_lies_runs_padded_and_then_not_at_all(monke
     assert used == ["shared_prefixes", "padded", "padded"]
     logprobs_module._LAYOUTS.clear()
     monkeypatch.setattr(logprobs_module, "_plain", lambda _, row, __: torch.ones(len(row[1])))
-    with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes other log-prob"):
+    with pytest.raises(ConfigurationError, match="Qwen3ForCausalLM computes different log-prob"):
         packed_logprobs(model, random_outputs())
 
 

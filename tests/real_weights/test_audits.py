@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import cb_rollout
-from measure_audit import NUM_NEW, engines, real_setting
+from measure.audit import NUM_NEW, engines, real_setting
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tiny_trainer import logged
 from trl import GRPOConfig, GRPOTrainer
 
 from cb_rollout import RolloutConfig, attach, detach
-from measure_agreement import QUESTIONS
+from measure.agreement import QUESTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -74,10 +74,11 @@ def test_a_stock_trainer_trains(tmp_path, smollm2, bf16, is_lora, weight_sync):
 
 def test_the_example_of_the_readme_trains(tmp_path, monkeypatch, smollm2):
     monkeypatch.chdir(tmp_path)
-    example = block("cb_rollout", "README.md")
+    example = block("A first run", "README.md")
     for said, here in (
         ("HuggingFaceTB/SmolLM2-135M-Instruct", str(smollm2)),
-        ("max_completion_length=64, max_steps=100", "max_completion_length=8, max_steps=1"),
+        ("max_completion_length=48", "max_completion_length=8"),
+        ("max_steps=20", "max_steps=1"),
     ):
         assert said in example
         example = example.replace(said, here)

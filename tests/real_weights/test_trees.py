@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cb_rollout import packed_logprobs
-from measure_agreement import QUESTIONS
+from measure.agreement import QUESTIONS
 
 pytestmark = pytest.mark.slow
 

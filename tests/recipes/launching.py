@@ -14,7 +14,9 @@ from processes import IMPORTABLE, script_process
 RECIPES = Path(__file__).parents[2] / "recipes"
 TIMEOUT_SECONDS = 240
 
-ACCELERATE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes")
+# Of these two, the one that starts several processes on a CPU, and the one that starts one.
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
+ACCELERATE = ("-m", "accelerate.commands.launch")
 
 
 def run_recipe(
@@ -25,19 +27,26 @@ def run_recipe(
     Without a launcher it runs in a process that has the libraries imported; with one, which may be
     empty, in an interpreter of its own.
     """
-    script, words = RECIPES / f"{name}.py", list(map(str, arguments))
     if launcher is None:
+        script, words = RECIPES / f"{name}.py", list(map(str, arguments))
         return run_forked(script, words, os.environ | IMPORTABLE | environment)
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), *words],
+    done = launched(name, *arguments, launcher=launcher, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def launched(
+    name: str, *arguments: Any, launcher: tuple[str, ...], **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a recipe by a launcher, and return how it ended."""
+    return subprocess.run(
+        [sys.executable, *launcher, str(RECIPES / f"{name}.py"), *map(str, arguments)],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 def run_forked(script: Path, arguments: list[str], environment: dict[str, str]) -> str:

@@ -1,8 +1,8 @@
 """Run a recipe as one gloo process of several, as `accelerate launch` does on accelerators.
 
 Arguments: a config file of accelerate, the recipe, its arguments, and (from `run_processes`) a file
-to write at the end. accelerate itself allows FSDP and DeepSpeed on accelerators only; see
-`accelerated`.
+to write at the end, with the sizes of accelerate's mesh. accelerate itself allows FSDP and
+DeepSpeed on accelerators only; see `accelerated`.
 """
 
 import json
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import trl
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from accelerated import allow_deepspeed, allow_fsdp
 
@@ -38,7 +39,10 @@ def main() -> None:
     sys.argv = [recipe, *arguments]
     exit_code = runpy.run_path(recipe)["main"]()
     assert exit_code == 0, exit_code
-    Path(path).write_text(json.dumps({}))
+    # Sizes by name, where the config file asks for several dimensions.
+    mesh = AcceleratorState._shared_state.get("device_mesh")
+    sizes = None if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    Path(path).write_text(json.dumps({"mesh": sizes}))
 
 
 if __name__ == "__main__":

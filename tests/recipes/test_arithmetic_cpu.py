@@ -70,15 +70,15 @@ def test_a_working_breaks_off_after_a_whole_second_step_or_not_at_all():
     assert recipe.first_steps("7*2=14") == "7*2=14"
 
 
+@pytest.mark.slow
 def test_its_model_decodes_from_a_trace(monkeypatch):
     monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 8)
     with cb_rollout.RolloutGenerator(recipe.create_model()) as generator:
-        engine = generator.manager.engine
-        assert "forwards: by the model, until a trace pays off" in engine.decode_path
+        assert "forwards: by the model, until a trace pays off" in generator.manager.decode_path
         prompt = recipe.create_tokenizer()("7*2-5+8")["input_ids"]
         params = cb_rollout.SamplingParams(ignore_eos=True)
         generator.generate_batch([prompt] * 2, sampling_params=params, max_new_tokens=24)
-        assert "forwards: from a trace" in engine.decode_path
+        assert "forwards: from a trace" in generator.manager.decode_path
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from launching import RECIPES, run_recipe
 
 pytest.importorskip("ray")
 
+import ray
+from ray._private.state import actors
 from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.cluster_utils import Cluster
 from ray.scripts.scripts import start
@@ -156,7 +158,14 @@ def test_the_recipe_runs_on_a_cluster_of_three_nodes_whose_head_has_no_cpus(tmp_
             "pool_ray", *few, "--output-dir", tmp_path, OMP_NUM_THREADS="1",
             RAY_ADDRESS=cluster.address,
         )  # fmt: skip
+        ray.init(address=cluster.address, log_to_driver=False)
+        nodes = {node["NodeID"]: node["Resources"].get("CPU", 0) for node in ray.nodes()}
+        used = [actor["Address"]["NodeID"] for actor in actors().values()]
     finally:
+        ray.shutdown()
         cluster.shutdown()
+    assert sorted(nodes.values()) == [0, 1, 1]
+    # The pool's two workers, on the two nodes that have a CPU.
+    assert sorted(used) == sorted(node for node, num_cpus in nodes.items() if num_cpus)
     last_line = printed.strip().splitlines()[-1]
     assert re.fullmatch(r"held-out accuracy \d+\.\d% -> \d+\.\d%", last_line), printed

@@ -40,9 +40,10 @@ def test_two_steps_on_a_local_checkpoint(tmp_path, is_chat):
         *("--model", tmp_path / "model", "--dataset", write_questions(tmp_path / "train.jsonl")),
         *("--output-dir", tmp_path / "run", "--max-steps", 2, "--batch-size", 8),
         *("--num-generations", 4, "--max-completion-length", 16),
-        launcher=(*ACCELERATE, "1") if is_chat else None,
+        launcher=(*ACCELERATE, "--cpu", "--num_processes", "1") if is_chat else None,
         HF_DATASETS_CACHE=str(tmp_path / "cache"),
     )
     assert (tmp_path / "run" / "cb_rollout" / "report.html").exists()
+    assert "processes: 1\n" in printed
     assert "sampling/sampling_logp_difference/max" in printed
     assert (tmp_path / "run" / "model.safetensors").exists()

@@ -87,14 +87,17 @@ def test_two_steps_on_two_machines_of_two_processes(checkpoint, tmp_path):
     config["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
     file = tmp_path / "hsdp.yaml"
     file.write_text(yaml.safe_dump(config))
-    run_processes(
+    ranks = run_processes(
         "recipes/on_cpu.py",
         *(str(file), str(RECIPES / "gsm8k_lora.py")),
         *("--model", str(checkpoint), "--dataset", str(checkpoint / "train.jsonl")),
         *("--output-dir", str(tmp_path), "--max-steps", "2", "--batch-size", "4"),
         *("--num-generations", "4", "--max-completion-length", "16"),
         num_processes=4,
+        num_machines=2,
     )
+    # Shards within a machine, replicas across.
+    assert [rank["mesh"] for rank in ranks] == [{"dp_replicate": 2, "dp_shard": 2}] * 4
     written = (tmp_path / "cb_rollout" / "metrics.jsonl").read_text()
     steps = [json.loads(row) for row in written.splitlines()]
     assert [step["step"] for step in steps if "reward" in step["scalars"]] == [1, 2]

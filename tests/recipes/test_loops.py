@@ -8,31 +8,60 @@ import sys
 import bare_loop
 import pytest
 import torch
-from launching import ACCELERATE, RECIPES, run_recipe
+from launching import ACCELERATE, RECIPES, TORCHRUN, launched, run_recipe
+
+from cb_rollout.metrics.run_records import read_metrics
 
 LAST_LINE = re.compile(r"held-out accuracy \d+\.\d% -> \d+\.\d%")
 
 # The other 100 lines or so are the bare loop's.
-MOST_LINES_OF_ACCELERATE = 60
+MOST_LINES_OF_ACCELERATE = 70
+
+
+FEW_STEPS = ("--warmup-steps", 2, "--max-steps", 2)
+ON_A_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.mark.slow
-def test_the_accelerate_loop_runs_two_steps_in_two_processes_and_says_each_line_once():
-    steps = ("--warmup-steps", 2, "--max-steps", 2)
-    launcher = (*ACCELERATE, "2")
-    printed = run_recipe("accelerate_grpo", *steps, launcher=launcher, OMP_NUM_THREADS="1")
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        (*TORCHRUN, "2"),
+        (*ACCELERATE, "--multi_gpu", "--main_process_port", "0", "--num_processes", "2"),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_the_accelerate_loop_runs_two_steps_in_two_processes_and_says_each_line_once(launcher):
+    printed = run_recipe("accelerate_grpo", *FEW_STEPS, launcher=launcher, **ON_A_CPU)
     lines = printed.strip().splitlines()
+    assert lines[0] == "processes: 2"
+    assert [line.partition(":")[0] for line in lines[1:-1]] == ["step 1", "step 2"]
     assert LAST_LINE.fullmatch(lines[-1]), lines
-    assert [line.partition(":")[0] for line in lines[-3:-1]] == ["step 1", "step 2"]
 
 
-def test_the_bare_loop_runs_two_steps_and_ends_with_its_accuracy(monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_accelerate_loop_says_that_accelerate_dropped_the_number_of_processes():
+    launcher = (*ACCELERATE, "--cpu", "--num_processes", "2")
+    done = launched("accelerate_grpo", *FEW_STEPS, launcher=launcher, **ON_A_CPU)
+    assert done.returncode
+    assert "started only this one" in done.stderr
+    assert "torchrun --nproc-per-node" in done.stderr
+    assert done.stdout.splitlines() == ["processes: 1"]
+
+
+@pytest.mark.slow
+def test_the_bare_loop_runs_two_steps_and_ends_with_its_accuracy(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
     arguments = ["bare_loop.py", "--warmup-steps", "2", "--max-steps", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
     bare_loop.main()
     lines = capsys.readouterr().out.strip().splitlines()
     assert LAST_LINE.fullmatch(lines[-1]), lines
     assert [line.partition(":")[0] for line in lines[:-1]] == ["step 1", "step 2"]
+    recorded = read_metrics("runs/bare_loop")
+    assert [len(metrics.completion_lengths) for metrics in recorded] == [128, 128]
+    said = [f"step {metrics.step}: reward {metrics.scalars['reward']:.2f}" for metrics in recorded]
+    assert said == lines[:-1]
 
 
 def test_the_accelerate_loop_is_the_bare_loop_plus_accelerate():

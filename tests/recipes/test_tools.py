@@ -48,6 +48,7 @@ def run(monkeypatch, capsys):
     return run_main
 
 
+@pytest.mark.slow
 def test_the_tool_demo_runs_two_steps_and_ends_with_its_figures(run, tmp_path):
     lines = run(
         arithmetic_tool_cpu,
@@ -119,6 +120,7 @@ def test_a_game_is_played_for_two_steps_on_a_local_checkpoint(run, checkpoint, t
     assert lines[-1].startswith("report ")
 
 
+@pytest.mark.slow
 def test_an_environment_of_gymnasium_is_walked_for_two_steps(run, checkpoint, tmp_path):
     pytest.importorskip("gymnasium", reason="needs `pip install gymnasium`")
     import gymnasium_grpo

@@ -88,6 +88,7 @@ def test_a_notebook_gets_a_bar_though_its_stream_is_no_terminal(monkeypatch):
     assert "0/4" in output.getvalue()
 
 
+@pytest.mark.fast_cases("closed before-None")
 @pytest.mark.parametrize("progress_bar", [None, True])
 @pytest.mark.parametrize("stream", [BrokenPipe, Closed, lambda: None, "closed before"])
 def test_a_stream_that_takes_nothing_changes_no_token(monkeypatch, stream, progress_bar):
@@ -137,6 +138,7 @@ def test_an_attached_trainer_shows_its_rollouts_to_a_person(monkeypatch, tmp_pat
     assert "longest=" in drawn[-1]
 
 
+@pytest.mark.fast_cases("disable_tqdm")
 @pytest.mark.parametrize(
     ("terminal", "settings"),
     [

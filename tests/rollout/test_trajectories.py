@@ -35,3 +35,9 @@ def test_lists_that_do_not_belong_together_are_refused():
         Trajectory().add_turn([1], [2], [0.0, 0.0], [(0, 1)])
     with pytest.raises(InvalidRequestError, match="ask for them with logprobs=True"):
         Trajectory().add_response({"choices": [{"message": {}}]})
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [([True], [3]), ([5], [3.0]), ([5], [False])])
+def test_what_is_no_token_id_is_no_turn(prompt, tokens):
+    with pytest.raises(InvalidRequestError, match="the turn does not hold token ids"):
+        Trajectory().add_turn(prompt, tokens, [-0.5], [(1, 1)])

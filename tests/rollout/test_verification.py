@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from cb_rollout import RolloutConfig, RolloutGenerator
+from cb_rollout import InvalidRequestError, RolloutConfig, RolloutGenerator, SamplingParams
 from cb_rollout.engine.numerics import agreement
 from cb_rollout.rollout.verification import drift
 
@@ -75,3 +75,29 @@ def test_rounding_is_estimated_where_a_sequence_takes_long_to_measure(monkeypatc
         report = generator.verify(2)
     assert report.max <= 1e-5
     assert report.agreement
+
+
+def test_a_verification_of_nothing_is_an_error_that_says_when_to_verify():
+    with RolloutGenerator(tiny_model(), RolloutConfig(seed=0)) as generator:
+        with pytest.raises(InvalidRequestError, match="no rollout was generated yet"):
+            generator.verify(4)
+        generator.generate_batch([[3, 4, 5], [6, 7]], max_new_tokens=4)
+        assert generator.verify(4).num_tokens == 8
+        generator.sync_weights()
+        with pytest.raises(
+            InvalidRequestError, match="2 were sampled before the current policy version, 1"
+        ):
+            generator.verify(4)
+
+
+def test_sequences_that_no_plain_forward_repeats_are_no_verification():
+    config = RolloutConfig(seed=0, logprobs_mode="processed")
+    params = SamplingParams(max_new_tokens=4, repetition_penalty=1.5)
+    with RolloutGenerator(tiny_model(), config) as generator:
+        generator.generate_batch([[3, 4, 5]], sampling_params=params)
+        with pytest.raises(InvalidRequestError, match="1 were sampled from changed logits"):
+            generator.verify(1)
+        # One that can be compared is enough.
+        mixed = [params, SamplingParams(max_new_tokens=4)]
+        generator.generate_batch([[3, 4, 5], [6, 7]], sampling_params=mixed)
+        assert generator.verify(2).num_tokens == 4

@@ -57,6 +57,19 @@ def test_unknown_fields_are_named_and_a_right_body_is_taken():
     assert protocol.JsonSchema.model_validate(schema).json_schema == {"type": "null"}
 
 
+@pytest.mark.parametrize("value", [True, 3.0, "3", None])
+def test_what_is_no_whole_number_is_no_token_id(value):
+    for ids in ([value], [5, value]):
+        for prompt in (ids, [ids]):
+            if not (value == "3" and prompt == ["3"]):
+                with pytest.raises(ValidationError):
+                    COMPLETION.model_validate({"prompt": prompt})
+        with pytest.raises(ValidationError):
+            COMPLETION.model_validate({"prompt": "a", "stop_token_ids": ids})
+        with pytest.raises(ValidationError):
+            protocol.TokenRequest.model_validate({"token_ids": ids, "sampling_params": {}})
+
+
 # Each of them would name a token that another key names too.
 NOT_CANONICAL = [
     " 5", "5 ", "+5", "\u0665", "05", "-0", "1_0", "5.0", "5e0", "0x5", "", "\n5", "five",

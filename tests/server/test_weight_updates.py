@@ -471,7 +471,7 @@ def test_nccl_and_packed_broadcasts_are_refused_in_one_sentence(post):
     for more in ({}, {"backend": "gloo", "packed": True}):
         answer = post("/init_weight_transfer_engine", {"init_info": {**info, **more}})
         assert answer.status_code == 400
-        assert "not by NCCL" in answer.json()["error"]["message"]
+        assert "not over NCCL" in answer.json()["error"]["message"]
 
 
 def test_weights_are_refused_where_they_are_not_allowed():

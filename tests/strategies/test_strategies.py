@@ -56,6 +56,9 @@ class Dice:
             if count:
                 output.policy_versions.append((self.policy_version, count))
 
+    def wait(self):
+        assert not self.is_asleep, "waits for an engine that sleeps"
+
     def take(self):
         assert not self.is_asleep, "waits for an engine that sleeps"
         if self.dies:
@@ -404,7 +407,10 @@ def test_a_reward_of_another_length_is_refused():
 
 @pytest.mark.parametrize(
     ("returned", "said"),
-    [(1.0, "gave 1.0 .* one number for each"), (["good"] * GROUP, "good.* for 4 completions")],
+    [
+        (1.0, "gave 1.0 .* one number per completion"),
+        (["good"] * GROUP, "good.* for 4 completions"),
+    ],
 )
 def test_a_reward_that_gives_no_numbers_is_refused(returned, said):
     with pytest.raises(RolloutError, match=said):
@@ -422,8 +428,8 @@ def test_a_row_without_a_prompt_is_refused_with_what_it_has():
         ({"prompts": "one text"}, "prompts is a str"),
         ({"prompts": 3}, "prompts is a int"),
         ({"reward": 1.0}, "reward=1.0 cannot be called"),
-        ({"strategy": "plain"}, "strategy='plain' is no strategy"),
-        ({"strategy": DynamicSampling}, "is no strategy; make one"),
+        ({"strategy": "plain"}, "strategy='plain' is not a strategy"),
+        ({"strategy": DynamicSampling}, "is not a strategy; pass an instance"),
     ],
 )
 def test_what_a_collector_cannot_use_is_named(wrong, said):
@@ -456,7 +462,7 @@ def test_staleness_is_told_per_token():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: OverSampling(num_extra_groups=0), "no extra members is Plain"),
+        (lambda: OverSampling(num_extra_groups=0), "or extra members does nothing"),
         (lambda: OverSampling(num_extra_groups=-1), r"num_extra_groups=-1\) is not a whole"),
         (lambda: DynamicSampling(max_dropped_groups=0), "max_dropped_groups=0"),
         (lambda: PartialRollouts(max_staleness=0), "max_staleness=0"),

@@ -62,6 +62,7 @@ def test_the_command_line_names_every_model():
     assert list(MODELS) == list(bench.MODELS)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("contender", [ours(), transformers_batching(), generate(2)])
 def test_a_contender_runs_a_part_of_what_it_was_made_for(contender):

@@ -18,18 +18,32 @@ pytestmark = [
 
 # WCAG 2: large text and marks, and hints that say again what a text says.
 LEAST_CONTRAST = 3.0
+
+# Texts of the charts' hover bands that are visible.
+SHOWN = """[...document.querySelectorAll('.tip text')].filter(
+  text => text.getClientRects().length
+).map(text => text.textContent)"""
 WORDS = ["The", "answer", "is", "42", ",", "since", "6", "times", "7", "makes", "that", "many", "."]
 
 
 def record_run(folder, seed):
     """Record 60 steps that have every figure, advice, long words and a long prompt."""
-    draw, recorder = random.Random(seed), RunRecorder(folder)
+    settings = {"Trainer": {"learning_rate": 1e-5 * seed, "reward functions": "is_right" * 40}}
+    draw, recorder = random.Random(seed), RunRecorder(folder, lambda: settings)
     for step in range(1, 61):
         noise = draw.random()
         scalars = {
             "reward": step / 60 + noise / 8,
             "reward_std": 0.2,
             "entropy": 2 - step / 60,
+            "loss": (noise - 0.5) / 10,
+            "kl": step / 1e4,
+            "grad_norm": 1 + noise,
+            "learning_rate": 1e-5 * (1 - step / 61),
+            "step_seconds": 4 + noise,
+            "memory_gib": 2.5,
+            "rewards/is_right/mean": noise,
+            "rewards/is_of_a_long_name_that_somebody_gave_it/mean": 1 - noise,
             "completions/mean_length": 80 + 20 * noise,
             "completions/clipped_ratio": 0.5,
             "frac_reward_zero_std": 0.7,
@@ -97,8 +111,21 @@ def test_the_page_of_a_run_follows_it_in_the_browser(browser, tmp_path):
         assert browser.value("document.querySelectorAll('figure').length") == 0
         record_run(tmp_path / "run", 0)
         browser.open(server.url, 800, "light")
-        assert browser.value("document.querySelectorAll('figure').length") == 7
+        assert browser.value("document.querySelectorAll('figure').length") == 15
         assert browser.value("document.querySelector('meta[http-equiv=refresh]').content") == "3"
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_values_of_a_step_are_shown_where_the_pointer_is(browser, runs, width):
+    browser.open(write_report(runs[0]).as_uri(), width, "light")
+    place = "document.querySelector('.wide .chart .tip:nth-of-type(30) rect')"
+    x = browser.value(f"{place}.scrollIntoView(), {place}.getBoundingClientRect().x + 1")
+    y = browser.value(f"{place}.getBoundingClientRect().y + 40")
+    assert browser.value(SHOWN) == []
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    (text,) = browser.value(SHOWN)
+    assert text.startswith("step ")
+    assert browser.value(WIDE) == []
 
 
 def test_a_fault_of_a_page_is_seen(browser, tmp_path):

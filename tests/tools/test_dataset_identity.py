@@ -28,6 +28,8 @@ from cb_rollout.tools.dataset.rows import UNREADABLE, create_source, survey
 def scorer(source, name="score"):
     """The function of a module with this source."""
     module = types.ModuleType("scorers")
+    # Dataclasses look their module up.
+    sys.modules["scorers"] = module
     exec(compile(source, "scorers.py", "exec"), vars(module))
     return getattr(module, name)
 
@@ -89,22 +91,114 @@ def test_a_scorer_that_computes_the_same_is_not_told(old, new):
     assert digest_of_scorer(scorer(SOURCE)) == digest_of_scorer(scorer(SOURCE.replace(old, new)))
 
 
+HELPERS = """
+import enum, functools
+from dataclasses import dataclass, field
+
+class Base:
+    words = ["one", "two"]
+    def grade(self, text):
+        return 11
+
+class Grader(Base):
+    __slots__ = ("slot",)
+    def __init__(self):
+        self.slot = 12
+        self.limits = {"a": [13]}
+    @staticmethod
+    def fixed(text):
+        return 14
+    @classmethod
+    def made(cls):
+        return 15
+    @property
+    def weight(self):
+        return 16
+    @functools.cached_property
+    def bias(self):
+        return 17
+    @functools.singledispatchmethod
+    def kind(self, value):
+        return 18
+    @kind.register
+    def _(self, value: int):
+        return 19
+
+class Level(enum.Enum):
+    LOW = 20
+
+@dataclass
+class Limits:
+    least: int = 21
+    most: list = field(default_factory=lambda: [22])
+
+@functools.lru_cache(maxsize=8)
+def cached(text):
+    return 23
+
+@functools.singledispatch
+def dispatched(value):
+    return 24
+
+@dispatched.register
+def _(value: str):
+    return 25
+
+def traced(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args) + 26
+    return wrapper
+
+@traced
+def decorated(text):
+    return 27
+
+class Meta(type):
+    def level(cls):
+        return 28
+
+class Made(metaclass=Meta):
+    pass
+
+grader = Grader()
+limits = Limits()
+
+def score(row):
+    return [grader, limits, Level.LOW, cached, dispatched, decorated, Made]
+"""
+
+
+@pytest.mark.parametrize("number", [*range(11, 29), '"two"'])
+def test_a_scorers_helper_that_computes_something_else_is_told(number):
+    changed = HELPERS.replace(str(number), "99")
+    assert HELPERS.count(str(number)) == 1
+    assert digest_of_scorer(scorer(HELPERS)) != digest_of_scorer(scorer(changed))
+
+
+def test_a_scorers_helpers_are_not_told_by_their_place_in_the_file():
+    moved = HELPERS.replace("class ", "\n\nclass ")
+    assert digest_of_scorer(scorer(HELPERS)) == digest_of_scorer(scorer(moved))
+
+
+@pytest.mark.slow
 def test_a_digest_of_a_scorer_is_the_same_in_every_process():
-    own = digest_of_scorer(scorer(SOURCE))
+    own = [digest_of_scorer(scorer(source)) for source in (SOURCE, HELPERS)]
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "from test_dataset_identity import *\nprint(digest_of_scorer(scorer(SOURCE)))"
+        "from test_dataset_identity import *\n"
+        "print(digest_of_scorer(scorer(SOURCE)), digest_of_scorer(scorer(HELPERS)))"
     )
-    for seed in ("1", "2"):
-        found = subprocess.run(
-            [sys.executable, "-c", code, *sys.path],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert found.stdout.strip() == own
+    # This process has a seed drawn at random.
+    found = subprocess.run(
+        [sys.executable, "-c", code, *sys.path],
+        env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.split() == own
 
 
 def test_closures_partials_and_methods_are_told_by_their_values():

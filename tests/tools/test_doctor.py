@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from cb_rollout.compat import torch as torch_compat
-from cb_rollout.engine import core
+from cb_rollout.engine.core import paged_model
+from cb_rollout.engine.model import runner
 from cb_rollout.rollout import checkpoint
 from cb_rollout.tools import doctor
 from cb_rollout.tools.cli import main
@@ -55,7 +56,7 @@ def test_a_good_checkpoint_is_probed_and_compared_with_its_forward(checkpoints, 
     assert main(["doctor", str(checkpoints / "qwen3")]) == 0
     printed = capsys.readouterr().out
     lines = {line[2:28].strip(): line[29:] for line in printed.splitlines() if line[28:29] == " "}
-    assert lines["torch"].startswith(torch.__version__)
+    assert lines["torch"].startswith(f"{torch.__version__} (supported: >=")
     assert lines["model"].startswith(f"{checkpoints / 'qwen3'}: Qwen3ForCausalLM")
     assert lines["tokenizer"] == "99 tokens, with a chat template"
     assert lines["layers"] == "2 with keys and values, 0 with recurrent states, 0 with neither"
@@ -137,9 +138,12 @@ def test_on_a_gpu_a_path_that_is_not_the_best_is_a_warning(
         ("unknown", "perceptron-9"),
         ("torn", "could be loaded"),
         ("weightless", "could be loaded"),
-        ("headless", "lacks 1 of the model's weights, which would be random: lm_head.weight"),
+        (
+            "headless",
+            "lacks 1 of the model's weights, which would be initialized at random: lm_head.weight",
+        ),
         ("t5", "T5Config"),
-        ("bert", "BertForMaskedLM, which reads both ways"),
+        ("bert", "BertForMaskedLM, which attends in both directions"),
     ],
 )
 def test_an_unusable_checkpoint_is_one_line_and_exit_code_1(checkpoints, capsys, name, said):
@@ -172,9 +176,9 @@ def test_a_missing_tokenizer_is_a_warning_and_bfloat16_has_its_own_bound(checkpo
 
 
 def test_a_rollout_that_is_not_the_models_forward_is_found(checkpoints, monkeypatch):
-    plain = core.recomputed_logprobs
+    plain = runner.recomputed_logprobs
     monkeypatch.setattr(
-        core, "recomputed_logprobs", lambda *args: [lp - 0.01 for lp in plain(*args)]
+        runner, "recomputed_logprobs", lambda *args: [lp - 0.01 for lp in plain(*args)]
     )
     found = {f.name: f for f in checkpoint_findings(str(checkpoints / "qwen3"))}
     comparison = found["rollout against forward"]
@@ -186,7 +190,7 @@ def test_any_exception_of_a_model_is_a_finding(checkpoints, monkeypatch):
     def fail(*_):
         raise RuntimeError("the wheels came off\nat once")
 
-    monkeypatch.setattr(core, "check_model", fail)
+    monkeypatch.setattr(paged_model, "check_model", fail)
     last = list(checkpoint_findings(str(checkpoints / "qwen3")))[-1]
     assert last.level is Level.BAD
     assert "(RuntimeError: the wheels came off)" in last.text
@@ -264,7 +268,7 @@ def test_a_plan_has_what_the_engine_would_keep_of_each_architecture(checkpoints,
     for family in ("qwen3", "qwen3_5_text"):
         model = checkpoint.load_model(str(checkpoints / family))
         with doctor.RolloutGenerator(model, doctor.RolloutConfig(num_blocks=4)) as generator:
-            layout = generator.manager.engine.layout
+            layout = generator.manager.engine.paged_model.layout
         code, _, notes = planned(capsys, checkpoints / family, "--gpu-gib", "4")
         assert code == 0
         assert notes["weights"] == f"{model.num_parameters():,} in torch.float32"
@@ -290,3 +294,30 @@ def test_the_plan_of_an_8b_model_is_what_its_page_shows(qwen3_8b, capsys):
     assert main(["doctor", "--model", str(qwen3_8b), *options, "--max-memory-percent", "0.4"]) == 0
     printed = capsys.readouterr().out.replace(str(qwen3_8b), "Qwen/Qwen3-8B").splitlines()
     assert [line.strip() for line in shown] == [line.strip() for line in printed]
+
+
+def test_qualify_tries_again_what_was_tried_before(checkpoints, capsys, monkeypatch):
+    monkeypatch.delenv("CB_ROLLOUT_QUALIFY", raising=False)
+    model = str(checkpoints / "qwen3")
+    assert main(["doctor", model, "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", model, "--device", "cpu", "--qualify", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    trials = [finding["text"] for finding in findings if finding["name"] == "trial"]
+    assert any(text.startswith("C++ kernel multiply (float32): proved in") for text in trials)
+    assert any(text.startswith("C++ kernel attend (float32, NUM_HEADS=4") for text in trials)
+    assert not any("stored" in text for text in trials)
+    assert all(text.endswith(" ms") for text in trials)
+
+
+def test_trials_that_are_switched_off_are_a_warning(checkpoints, monkeypatch):
+    monkeypatch.setenv("CB_ROLLOUT_QUALIFY", "off")
+    found = {f.name: f for f in checkpoint_findings(str(checkpoints / "qwen3"), device="cpu")}
+    assert found["trials"].level is Level.WARNING
+    assert found["trials"].text == "are switched off by CB_ROLLOUT_QUALIFY"
+
+
+@pytest.mark.parametrize("arguments", [["--qualify"], ["M", "--qualify", "--gpu-gib", "80"]])
+def test_qualify_is_refused_where_nothing_would_run(arguments, capsys):
+    assert main(["doctor", *arguments]) != 0
+    assert "--qualify" in capsys.readouterr().err

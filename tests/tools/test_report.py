@@ -132,7 +132,7 @@ def test_whitespace_and_special_tokens_can_be_seen(tmp_path):
 
 @given(st.lists(st.floats(max_value=0, allow_nan=False), min_size=2))
 def test_the_less_likely_a_token_the_higher_its_colour(logprobs):
-    levels = [colour_level(max(value, -1e300)) for value in sorted(logprobs, reverse=True)]
+    levels = [colour_level(value) for value in sorted(logprobs, reverse=True)]
     assert levels == sorted(levels)
     assert set(levels) <= set(range(NUM_LEVELS))
 
@@ -170,7 +170,7 @@ def test_a_figure_whose_metrics_are_missing_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 12])
-@pytest.mark.parametrize("value", [0.0, -1.5, 1e-12, 1e12])
+@pytest.mark.parametrize("value", [0.0, -1.5, 1e-12, 1e12, 1e308, -1e308, 5e-324, -5e-324])
 def test_short_and_flat_runs_have_every_figure(tmp_path, num_steps, value):
     names = [name for name in next(training_steps(1)).scalars if name != "rollout/step_share"]
     metrics = [
@@ -181,6 +181,40 @@ def test_short_and_flat_runs_have_every_figure(tmp_path, num_steps, value):
     assert page.tags.count("figure") == 3
     assert "nan" not in html
     assert "inf" not in page.text
+
+
+HUGE = 1.7e308
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(1e308, -1e308), (HUGE, HUGE), (-HUGE, 0.0), (5e-324, 0.0), (1e16, 1e16 + 2), (1.0, HUGE)],
+)
+def test_any_finite_number_is_drawn_and_said(tmp_path, values):
+    names = [*next(training_steps(1)).scalars, "reward_std", "rollout/preemptions", "entropy"]
+    metrics = [
+        StepMetrics(step, "train", dict.fromkeys(names, values[step % 2]), [1], [[*values]])
+        for step in range(60)
+    ]
+    improbable = a_sequence(59, logprobs=[-HUGE, -HUGE], reward=values[0])
+    html, page = page_of(tmp_path, metrics, [improbable])
+    assert page.tags.count("figure") == 6
+    assert not re.search(r"\bnan\b|\binf\b|\d{20}", page.text)
+    assert not re.search(r'="[^"]*(nan|inf)%', html)
+    assert compact(values[1]) in page.text
+    assert f"log-probability {compact(-HUGE)} (0%)" in page.titles[-1]
+
+
+def test_numbers_that_are_not_finite_leave_their_step_out_of_a_figure(tmp_path):
+    metrics = [*training_steps(3)]
+    page_of(tmp_path, metrics)
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    for bad in ("NaN", "Infinity", "-1e999"):
+        lines.append(lines[-1].replace('"reward":1.0', f'"reward":{bad}').replace(":3,", ":9,"))
+    (tmp_path / METRICS_FILE).write_text("\n".join([*lines, ""]))
+    page = Page(write_report(tmp_path).read_text())
+    assert "Last reward1at step 3" in page.text
+    assert "from 1 to 9" in page.text
 
 
 def test_of_many_sequences_and_many_tokens_it_says_how_many_are_shown(tmp_path):
@@ -228,6 +262,14 @@ def test_smoothing_keeps_a_straight_line_inside_and_short_runs_whole():
     assert smoothed(line[:11]) == line[:11]
 
 
+@given(values=st.lists(st.floats(allow_nan=False), min_size=1), low=st.sampled_from([None, 0]))
+def test_an_axis_places_any_number(values, low):
+    for axis in (linear_axis(values, low=low), log_axis(values, floor=1e-9)):
+        assert all(0 <= axis.position(value) <= 1 for value in values)
+        assert len(axis.ticks) <= 12
+        assert all(math.isfinite(tick) for tick in axis.ticks)
+
+
 @given(values=st.lists(st.floats(-1e9, 1e9), min_size=1))
 def test_a_linear_axis_holds_its_values_between_its_ticks(values):
     axis = linear_axis(values)
@@ -249,7 +291,10 @@ def test_a_log_axis_puts_zero_at_its_low_end_and_a_decade_at_equal_distances():
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (2.84e-6, "2.8e-6"), (0.05, "0.05"), (1480, "1,480"), (12500, "12.5k"), (3e6, "3M")],
+    [
+        *((0, "0"), (2.84e-6, "2.8e-6"), (0.05, "0.05"), (1480, "1,480"), (12500, "12.5k")),
+        *((3e6, "3M"), (1e308, "1.0e308"), (-1e308, "-1.0e308"), (5e-324, "4.9e-324")),
+    ],
 )
 def test_numbers_are_written_in_few_characters(value, text):
     assert compact(value) == text

@@ -11,7 +11,7 @@ from report_page import FORBIDDEN, Page, a_sequence
 
 from cb_rollout.metrics.run_records import RunRecorder, StepMetrics, read_metrics
 from cb_rollout.tools.report import write_comparison, write_report
-from cb_rollout.tools.report.figures import group_share, length_spread
+from cb_rollout.tools.report.figures import group_share, length_spread, reward_spread
 from cb_rollout.tools.report.page import (
     MAX_SEQUENCES_PER_PAGE,
     MAX_STEPS_WITH_PAGES,
@@ -59,7 +59,7 @@ def recorded(folder, shift=0.0):
 def tips_of(html, title):
     """Texts that one figure shows at its steps."""
     figure = next(part for part in html.split("<figure")[1:] if f"<h2>{title}</h2>" in part)
-    return re.findall(r"<title>([^<]*)</title>", figure)
+    return re.findall(r"<text x=\"50%\" y=\"2\">([^<]*)</text>", figure)
 
 
 def test_each_figure_tells_the_numbers_of_the_records(tmp_path):
@@ -76,7 +76,10 @@ def test_each_figure_tells_the_numbers_of_the_records(tmp_path):
         "Groups": lambda step: {1: "50%", 2: "33.3%"}.get(step, "25%"),
     }
     for title, expected in tips.items():
-        assert tips_of(html, title) == [f"step {step}: {expected(step)}" for step in LENGTHS], title
+        told = [tip.partition(";")[0] for tip in tips_of(html, title)]
+        assert told == [f"step {step}: {expected(step)}" for step in LENGTHS], title
+    seconds = [tip.partition("; ")[2] for tip in tips_of(html, "Staleness")]
+    assert seconds == [f"largest {step}" for step in LENGTHS]
 
 
 def of_quantiles(values):
@@ -95,11 +98,28 @@ def test_a_band_lies_where_its_numbers_are(tmp_path):
     assert corners == [(0, 0), (1000, 250), (1000, 750), (0, 1000)]
 
 
+@pytest.mark.parametrize("rewards", [[[0.0, 1.0], [1.0, 1.0]], [[-2.0, 0.5]], [[0.5]]])
+def test_the_band_of_rewards_reaches_no_further_than_the_rewards(rewards):
+    values = [reward for group in rewards for reward in group]
+    mean, deviation = float(np.mean(values)), 5.0
+    scalars = {"reward": mean, "reward_std": deviation}
+    ((_, low, high),) = reward_spread([StepMetrics(1, "train", scalars, [], rewards)])
+    assert (low, high) == (min(values), max(values))
+
+
 @pytest.mark.parametrize("num", [1, 2, 7, 64])
 def test_quantiles_are_those_of_numpy(num):
     values = RNG.integers(1, 400, num).tolist()
     ((_, *span),) = length_spread([StepMetrics(1, "train", {}, values)])
     assert span == pytest.approx(np.quantile(values, [0.1, 0.9]).tolist())
+
+
+def test_a_later_line_of_a_step_without_lengths_keeps_its_band():
+    # A trainer's last log is of the whole training, and has the number of its last step.
+    step, last = StepMetrics(3, "train", {}, [4, 6]), StepMetrics(3, "train", {"runtime": 1.0}, [])
+    assert length_spread([step, last]) == length_spread([step])
+    assert len(length_spread([step])) == 1
+    assert length_spread([last]) == []
 
 
 def test_a_group_of_equal_rewards_is_solved_only_at_the_highest():
@@ -113,7 +133,7 @@ def test_a_group_of_equal_rewards_is_solved_only_at_the_highest():
 def test_rewards_that_are_not_there_are_read_back_and_left_out(tmp_path):
     groups = [[1.0, float("nan")], [1.0, 1.0]]
     RunRecorder(tmp_path).record_metrics(StepMetrics(1, "train", {}, [], groups))
-    assert tips_of(write_report(tmp_path).read_text(), "Groups") == ["step 1: 0%"]
+    assert tips_of(write_report(tmp_path).read_text(), "Groups") == ["step 1: 0%; solved 100%"]
     (metrics,) = read_metrics(tmp_path)
     assert group_share([metrics], solved=True) == [(1, 1.0)]
 

@@ -94,7 +94,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     [
         ("frac_reward_zero_std", 0.2, 0.75, "75% of the groups have equal rewards"),
         ("completions/clipped_ratio", 0.1, 0.5, "50% of the completions end by their length"),
-        ("rollout/preemptions", 0, 3, "3.0 preemptions a step"),
+        ("rollout/preemptions", 0, 3, "3 preemptions a step"),
         ("rollout/step_share", 0.5, 0.9, "Rollouts take 90% of a step"),
     ],
 )

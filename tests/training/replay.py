@@ -40,7 +40,7 @@ from cb_rollout import (
 )
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.strategies import Plain
-from replay_table import SGD, Replay
+from pages.replay_table import SGD, Replay
 
 DEFAULTS = {
     **SGD,

@@ -91,6 +91,7 @@ def test_an_agent_trains_the_policy_that_it_talks_to(tmp_path):
     detach(trainer)
 
 
+@pytest.mark.slow
 def test_a_rewritten_history_is_counted_and_its_longest_part_trained_on(tmp_path):
     trainer = trainer_of(tmp_path, partial(talk, forgets=True))
     attach(trainer, CONFIG)

@@ -9,7 +9,14 @@ from datasets import Dataset
 from tiny import char_tokenizer, plain_logprobs, save_checkpoint, tiny_model
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from cb_rollout import ConfigurationError, RolloutConfig, RolloutError, WeightSyncError
+from cb_rollout import (
+    ConfigurationError,
+    GenerationOutput,
+    RolloutConfig,
+    RolloutError,
+    WeightSyncError,
+)
+from cb_rollout.integrations.async_grpo.samples import summed_rewards
 from cb_rollout.integrations.async_grpo.tree_attention import plain_tree_attention
 from cb_rollout.integrations.async_grpo.worker import AsyncRollouts
 from cb_rollout.strategies import DynamicSampling
@@ -215,7 +222,7 @@ def test_a_resumed_run_goes_on_with_the_first_prompt_that_was_not_trained_on(che
     [
         ({"token_budget": None}, "token_budget=None asks a vLLM server"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"num_generations": 64}, "num_generations=64 is more than max_staleness=2 steps of 8"),
+        ({"num_generations": 64}, "num_generations=64 is larger than max_staleness=2 steps of 8"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_path, changes, said):
@@ -226,7 +233,7 @@ def test_a_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_path, chan
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (RolloutConfig(weight_sync="copy"), "is a copy already"),
+        (RolloutConfig(weight_sync="copy"), "is already a copy"),
         (RolloutConfig(router_replay=True), "batches carry no experts"),
         (RolloutConfig(return_logprobs=False), "return_logprobs=False"),
     ],
@@ -241,11 +248,11 @@ def test_an_engine_setting_that_cannot_be_honoured_is_refused(checkpoint, tmp_pa
     [
         (Dataset.from_list([{"question": "1+1="}]), share_of_sevens, "'prompt', only question"),
         (None, share_of_sevens, "train_dataset is a NoneType"),
-        ([{"prompt": "a", "images": []}], share_of_sevens, "column 'images', and AsyncGRPO"),
+        ([{"prompt": "a", "images": []}], share_of_sevens, "column 'images', but AsyncGRPO"),
         (
             [{"prompt": [{"role": "user", "content": [{"type": "image", "image": None}]}]}],
             share_of_sevens,
-            "images in its prompts, and AsyncGRPO",
+            "images in its prompts, but AsyncGRPO",
         ),
         ([], None, "holds None"),
         ([], ["accuracy"], "holds 'accuracy'"),
@@ -302,3 +309,15 @@ def test_tree_attention_is_attention_along_each_path(window):
         assert torch.allclose(output[:, path], expected.transpose(1, 2), atol=1e-6)
     output.sum().backward()
     assert query.grad.isfinite().all()
+
+
+def test_a_reward_that_writes_into_its_lists_writes_into_no_sample():
+    output = GenerationOutput("a", [3, 4], [5, 6, 7], [-0.5] * 3, policy_versions=[(0, 3)])
+
+    def cuts(completion_ids, **_):
+        for ids in completion_ids:
+            ids.pop()
+        return [1.0 for _ in completion_ids]
+
+    assert summed_rewards([cuts], {"prompt": "p"}, [output], ["text"]) == [1.0]
+    assert output.generated_tokens == [5, 6, 7]

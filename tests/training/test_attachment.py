@@ -165,6 +165,7 @@ def test_a_number_beside_a_word_is_written_in_plain_digits(value):
         )
 
 
+@pytest.mark.fast_cases("tools")
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_each_turn_reuses_the_keys_of_the_turns_before(tmp_path, monkeypatch, kind):
     rows = [
@@ -248,3 +249,20 @@ def test_a_reference_model_is_left_alone(tmp_path):
         assert logged(trainer, "kl")[0] == pytest.approx(0, abs=1e-6)
         assert logged(trainer, "kl")[1] > 0
         assert record.num_scoring_forwards == (0 if name == "rollout" else 2)
+
+
+def test_settings_of_the_engine_in_generation_kwargs_are_taken_and_kept(tmp_path):
+    asked = {"max_batch_tokens": 64, "use_cuda_graph": False}
+    trainer = tiny_trainer(tmp_path, max_steps=1, generation_kwargs=asked, **QUICK)
+    generator = attach(trainer, RolloutConfig(num_blocks=64))
+    assert generator.config.max_batch_tokens == 64
+    assert generator.config.num_blocks == 64
+    trainer.generation_config.max_batch_tokens = 32
+    with pytest.raises(ConfigurationError, match="asks for max_batch_tokens=32, but the engine"):
+        generator.set_generation_config(trainer.generation_config)
+
+
+def test_what_generation_kwargs_ask_in_vain_is_refused(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1, generation_kwargs={"use_mtp": True}, **QUICK)
+    with pytest.raises(ConfigurationError, match=r"use_mtp=True .* without drafts; set"):
+        attach(trainer)

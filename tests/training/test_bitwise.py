@@ -3,6 +3,7 @@
 import pytest
 import torch
 import trl.trainer.utils
+from nightly import some_slow_pairs
 from peft import LoraConfig
 from tiny import tiny_model
 from tiny_trainer import logged, tiny_trainer
@@ -83,12 +84,12 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
 # Reentrant checkpoints, for one, have the trainer's own forward.
 @pytest.mark.filterwarnings("ignore:loss_forward='packed' is switched off:UserWarning")
-@pytest.mark.filterwarnings("ignore:top_k=20. completions are sampled from part:UserWarning")
-@pytest.mark.parametrize("loss_forward", ["trainer", "packed"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore:top_k=20. completions are sampled from a part:UserWarning")
+@pytest.mark.parametrize(
+    ("way", "loss_forward"), list(some_slow_pairs(list(WAYS), ["trainer", "packed"], every=2))
+)
 def test_however_it_trains_no_bit_differs_and_a_second_run_is_the_same(tmp_path, way, loss_forward):
     config, settings = WAYS[way]
     weights = []

@@ -47,7 +47,7 @@ class Anneals(TrainerCallback):
         self.trainer.generation_config.max_new_tokens = 20
 
 
-@pytest.mark.filterwarnings("ignore:generation_kwargs sample at temperature:UserWarning")
+@pytest.mark.filterwarnings("ignore:generation_kwargs set temperature:UserWarning")
 def test_a_generation_config_that_a_callback_changes_is_followed(tmp_path):
     callback = Anneals()
     trainer = callback.trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [callback]})
@@ -81,9 +81,7 @@ def test_an_evaluation_that_decodes_greedily_does_so(tmp_path):
         assert len(set(map(tuple, rollouts[0]))) > 8
 
 
-@pytest.mark.filterwarnings(
-    "ignore:old_logps='auto'. sampled log-probabilities are off:UserWarning"
-)
+@pytest.mark.filterwarnings("ignore:old_logps='auto'. sampled log-probabilities differ:UserWarning")
 def test_saved_rollouts_of_a_policy_that_learned_otherwise_keep_their_ratio(tmp_path):
     folder = str(tmp_path / "rollouts")
     first = tiny_trainer(tmp_path, learning_rate=1e-4)
@@ -157,7 +155,7 @@ def test_dynamic_sampling_refuses_a_class_whose_rows_need_not_stand_in_groups(tm
     ("params", "words"),
     [
         (SamplingParams(temperature=0.3), "another policy"),
-        (SamplingParams(top_k=5), "from part of the distribution"),
+        (SamplingParams(top_k=5), "from a part of the distribution"),
         (SamplingParams(repetition_penalty=1.5), "from changed logits"),
     ],
 )

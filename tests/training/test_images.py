@@ -41,6 +41,7 @@ CHECKED = {"old_logps": "trainer", "verify_every_steps": 1, "max_logprob_drift":
 pads_gemma3 = pytest.mark.filterwarnings("ignore:loss_forward='packed'. prompts cannot be shared")
 
 
+@pytest.mark.fast_cases("llava-image-True")
 @pytest.mark.parametrize(
     ("model_type", "columns", "is_rloo"),
     [
@@ -95,6 +96,7 @@ def test_a_repeated_prompt_is_encoded_once(tmp_path, monkeypatch):
     generator.close()
 
 
+@pytest.mark.fast_cases("llava-image-settings4")
 @pytest.mark.parametrize(
     ("model_type", "columns", "settings"),
     [
@@ -130,6 +132,7 @@ def test_trls_own_settings_learn_what_trls_path_learns(tmp_path, model_type, col
     assert_learned_alike(ours, theirs)
 
 
+@pytest.mark.fast_cases("rows_with_images-cannot be divided into rows")
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [("_difference", "as the test has it"), ("rows_with_images", "cannot be divided into rows")],
@@ -177,6 +180,7 @@ def test_the_packed_loss_of_each_kind_of_image_tensors_is_trls(tmp_path, model_t
     assert_learned_alike(ours, theirs)
 
 
+@pytest.mark.fast_cases("frozen tower-copy")
 @pytest.mark.parametrize(
     ("part", "weight_sync"),
     [
@@ -215,13 +219,14 @@ def test_every_trained_part_is_rolled_out_from_in_the_next_step(tmp_path, part, 
     generator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_adapted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rollouts_in_bfloat16_read_images(tmp_path, is_adapted):
     trainer = vision_trainer(tmp_path, bf16=True, peft_config=LORA if is_adapted else None)
     generator = attach(trainer, RolloutConfig(old_logps="trainer"))
     trainer.train()
     # Adapters stay as they are on a CPU, and autocast rounds the weights.
-    is_copied = generator.manager.engine.runs_a_copy
+    is_copied = generator.manager.engine.training_model.is_copied
     assert is_copied == (not is_adapted)
     if is_copied:
         vision = generator.manager.model.model.visual
@@ -241,6 +246,7 @@ def test_evaluation_samples_from_the_engine_on_its_own_images(tmp_path):
     generator.close()
 
 
+@pytest.mark.slow
 def test_some_rows_of_a_batch_are_verified_on_their_own_images(tmp_path):
     trainer = vision_trainer(tmp_path, "qwen2_5_vl", "images", learning_rate=1e-2)
     config = {"verify_every_steps": 1, "verify_num_sequences": 3, "max_logprob_drift": 1e-5}
@@ -270,6 +276,7 @@ def watched_differences(trainer):
     return differences
 
 
+@pytest.mark.fast_cases("strategy1-image")
 @pytest.mark.parametrize(
     ("strategy", "columns"),
     [
@@ -330,6 +337,7 @@ def tool_trainer(tmp_path, monkeypatch, model_type, image_token, columns, **sett
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "image_token", "columns"),
     [
@@ -359,6 +367,7 @@ def test_images_of_tools_are_learned_from_as_on_trls_path(
     assert_learned_alike(ours, theirs)
 
 
+@pytest.mark.slow
 def test_images_of_a_tool_that_trl_does_not_find_show_in_the_drift(tmp_path, monkeypatch):
     """TRL 1.16 leaves the pictures out of its loss, and the rollout has seen them."""
     trainer = tool_trainer(tmp_path, monkeypatch, "qwen2_5_vl", "<image>", "none")
@@ -368,6 +377,7 @@ def test_images_of_a_tool_that_trl_does_not_find_show_in_the_drift(tmp_path, mon
     trainer.vllm_generation.close()
 
 
+@pytest.mark.slow
 def test_a_strategy_chooses_rows_with_the_images_of_their_tools(tmp_path, monkeypatch):
     arguments = monkeypatch, "qwen2_5_vl", "<|image_pad|>", "image"
     trainer = tool_trainer(tmp_path, *arguments, max_steps=1)

@@ -1,6 +1,7 @@
 """Activation checkpointing under the packed loss: layers run again where memory is short."""
 
 from collections import Counter
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -69,3 +70,30 @@ def test_activations_that_fit_are_kept_and_change_no_gradient(tmp_path, monkeypa
 def test_what_a_user_asks_for_is_computed_again(tmp_path, settings):
     forwards, *_ = trained(tmp_path, RolloutConfig(seed=1, **settings))
     assert forwards == 2
+
+
+def test_what_a_loss_compares_and_measures_is_no_part_of_the_peak_of_training(
+    tmp_path, monkeypatch
+):
+    """Beside a cache that stays, that peak decides how large it is from the second step on."""
+    events = []
+    difference = packed_loss.PackedLoss._difference
+    noting = packed_loss.noting_saved_bytes
+
+    def compared(*args):
+        events.append("compared")
+        return difference(*args)
+
+    @contextmanager
+    def measured(model):
+        events.append("measured")
+        with noting(model) as saved:
+            yield saved
+
+    monkeypatch.setattr(packed_loss.PackedLoss, "_difference", compared)
+    monkeypatch.setattr(packed_loss, "noting_saved_bytes", measured)
+    monkeypatch.setattr(packed_loss, "forget_peaks", lambda: events.append("forgotten"))
+    trained(tmp_path, RolloutConfig(seed=1, release_cache="never"))
+    assert set(events[::2]) == {"compared", "measured"}
+    assert events[1::2] == ["forgotten"] * (len(events) // 2)
+    assert len(events) % 2 == 0

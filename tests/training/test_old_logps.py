@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from nightly import slow_after
 from playback import assert_learned_alike, play_back, watched
 from tiny import tiny_model
 from tiny_trainer import logged, tiny_trainer
@@ -39,7 +40,7 @@ def trained(output_dir, config, turns=None, **settings):
 
 @pytest.mark.parametrize(
     ("settings", "num_saved"),
-    [({}, 3), ({"num_iterations": 2, "max_steps": 4}, 2), (RLOO, 3)],
+    slow_after(1, [({}, 3), ({"num_iterations": 2, "max_steps": 4}, 2), (RLOO, 3)]),
     ids=["grpo", "iterations", "rloo"],
 )
 def test_a_forward_is_saved_and_the_loss_stays_the_same(tmp_path, settings, num_saved):
@@ -58,12 +59,13 @@ def test_without_the_correction_the_sampled_ones_are_the_old_ones_too(tmp_path):
     assert_learned_alike(ours, record)
 
 
+@pytest.mark.fast_cases("unverified")
 @pytest.mark.parametrize(
     ("config", "settings", "num_forwards"),
     [
         # The first rollout's, two sequences of the third's, and once more each: their rounding.
         ({"verify_every_steps": 2}, {}, 4),
-        ({}, RLOO, 2),
+        pytest.param({}, RLOO, 2, marks=pytest.mark.slow),
         # Nothing is verified, and so nothing is known of the sampled ones.
         ({"verify_every_steps": 0}, {}, 3),
     ],
@@ -107,10 +109,13 @@ def off_by_half(monkeypatch, value=0.5, index=3):
     monkeypatch.setattr(sampling, "sample", lying_sample)
 
 
+@pytest.mark.slow
 def test_auto_recomputes_where_the_sampled_ones_lie_and_says_so_once(tmp_path, monkeypatch):
     off_by_half(monkeypatch)
     config = {"old_logps": "auto", "verify_every_steps": 1}
-    with pytest.warns(UserWarning, match=r"old_logps='auto'.* off the trainer's by") as caught:
+    with pytest.warns(
+        UserWarning, match=r"old_logps='auto'.* differ from the trainer's by"
+    ) as caught:
         _, ours = trained(tmp_path / "auto", config)
     assert sum("old_logps" in str(warning.message) for warning in caught) == 1
     _, theirs = trained(tmp_path / "trainer", {"old_logps": "trainer", "verify_every_steps": 0})
@@ -131,6 +136,7 @@ def test_a_lie_in_the_log_probabilities_is_named(tmp_path, monkeypatch):
     assert row == request, "of the first step's requests"
 
 
+@pytest.mark.slow
 def test_each_verification_takes_other_sequences(tmp_path, monkeypatch):
     names, seen = [], guard_module.drift
 
@@ -169,9 +175,12 @@ def test_a_fault_in_the_cached_keys_is_named_where_it_begins(tmp_path, monkeypat
     assert "token 5" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_falls_back_to_recomputing(tmp_path, monkeypatch):
     off_by_half(monkeypatch)
-    with pytest.warns(UserWarning, match="recomputed by the trainer from now on"):
+    with pytest.warns(
+        UserWarning, match="the trainer recomputes the old log-probabilities from now on"
+    ):
         trainer, ours = trained(tmp_path / "a", GUARDED | {"on_logprob_drift": "recompute"})
     theirs = tiny_trainer(tmp_path / "b", **QUICK)
     attach(theirs, RolloutConfig(verify_every_steps=0))
@@ -220,11 +229,18 @@ def test_the_error_names_the_cause(tmp_path, monkeypatch):
     assert (tmp_path / "cb_rollout" / "audit.txt").read_text() == f"Step 1. {report}\n"
 
 
+@pytest.mark.fast_cases("recompute")
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"old_logps": "auto", "verify_every_steps": 1}, "recomputed by the trainer"),
-        (GUARDED | {"on_logprob_drift": "recompute"}, "by the trainer from now on"),
+        (
+            {"old_logps": "auto", "verify_every_steps": 1},
+            "the trainer recomputes the old ones, with one more forward per rollout",
+        ),
+        (
+            GUARDED | {"on_logprob_drift": "recompute"},
+            "the trainer recomputes the old log-probabilities from now on",
+        ),
     ],
     ids=["auto", "recompute"],
 )
@@ -306,6 +322,7 @@ def test_old_log_probabilities_of_another_distribution_are_refused(tmp_path):
     assert not trainer.use_vllm
 
 
+@pytest.mark.slow
 def test_bf16_keeps_old_log_probabilities_in_float32(tmp_path):
     _, record = trained(tmp_path, UNGUARDED, bf16=True)
     assert all(map(math.isfinite, record.losses))
@@ -336,6 +353,7 @@ def test_rounding_clips_nothing_where_a_rollout_trains_one_step(tmp_path):
     assert all(value > 0 for value in logged(trainer, "sampling/sampling_logp_difference/max"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:old_logps")
 def test_logits_of_16_bits_that_are_large_are_trusted(tmp_path):
     """Between 16 and 32 one unit in the last place of bfloat16 is 0.125 nats."""

@@ -164,6 +164,20 @@ def test_loss_and_gradients_equal_the_trainers_own_path_on_the_same_tokens(case,
     assert any((trained[name] - before[name]).abs().max() > 1e-5 for name in before)
 
 
+@pytest.mark.parametrize("case", EACH)
+def test_a_run_resumed_from_a_checkpoint_has_the_losses_of_a_whole_one(case, folders, tmp_path):
+    losses = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-2")):
+        trainer = created(case, folders, tmp_path, save_strategy="steps", save_steps=2)
+        cb_rollout.attach(trainer, RolloutConfig(seed=5))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        cb_rollout.detach(trainer)
+        losses.append(logged(trainer, "loss"))
+    whole, resumed = losses
+    assert len(whole) == 3
+    assert resumed == pytest.approx(whole, abs=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_run_with_lora_and_log_the_rollout(case, folders, tmp_path):
@@ -199,7 +213,7 @@ def test_another_trainer_is_refused_with_the_names_of_those_that_are_taken(folde
         train_dataset=Dataset.from_list(CHATS),
         processing_class=byte_tokenizer(),
     )
-    with pytest.raises(ConfigurationError, match="SDPOTrainer; not a SFTTrainer"):
+    with pytest.raises(ConfigurationError, match="SDPOTrainer, not a SFTTrainer"):
         cb_rollout.attach(trainer)
 
 

@@ -21,7 +21,7 @@ from cb_rollout import RolloutConfig, attach
 from cb_rollout.integrations.trl import packed_loss
 from cb_rollout.integrations.trl.rows.loss_rows import LossBatch
 from cb_rollout.integrations.trl.scoring import TrainerScoring
-from measure_tree import batch_of, conversations, sharing_prompts_alone
+from measure.tree import batch_of, conversations, sharing_prompts_alone
 
 VOCABULARY = 99
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "luspo")
@@ -174,8 +174,8 @@ def packing(change):
     """A fault in the layout of a batch."""
     pack = packed_loss.pack
 
-    def faulty(*arguments):
-        return [change(batch) for batch in pack(*arguments)]
+    def faulty(*arguments, **named):
+        return [change(batch) for batch in pack(*arguments, **named)]
 
     return lambda monkeypatch: monkeypatch.setattr(packed_loss, "pack", faulty)
 
@@ -294,6 +294,7 @@ FAULTY_INPUTS = {
 }
 
 
+@pytest.mark.fast_cases("prediction")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_fault_in_the_packed_forward_is_seen(pair, monkeypatch, mutant):
     MUTANTS[mutant](monkeypatch)

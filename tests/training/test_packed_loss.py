@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from nightly import slow_after, some_slow
 from peft import LoraConfig
 from playback import TOOLS, assert_learned_alike, double, play_back, watched, with_tools
 from tiny import EOS, plain_logprobs, tiny_model
@@ -16,9 +17,9 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from cb_rollout import ConfigurationError, RolloutConfig, attach
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.engine.attention.packed import PackedAttention
-from cb_rollout.integrations.trl import backend, packed_loss
+from cb_rollout.integrations.trl import packed_loss, parts
 from cb_rollout.metrics import live_metrics
-from cb_rollout.packing.batch import NUM_COMPARED
+from cb_rollout.packing.prefix_tree import NUM_COMPARED
 
 SMALL = {
     "max_steps": 2,
@@ -199,7 +200,8 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.fast_cases("advantages of tokens")
+@pytest.mark.parametrize("cell", some_slow(CELLS, list(CELLS)[::3], every=1))
 def test_a_packed_run_learns_and_logs_what_trl_would(tmp_path, monkeypatch, reference, cell):
     settings = CELLS[cell] | {"reference": reference}
     ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
@@ -209,7 +211,7 @@ def test_a_packed_run_learns_and_logs_what_trl_would(tmp_path, monkeypatch, refe
     assert_packed(ours)
 
 
-@pytest.mark.parametrize("limit", [1, 30])
+@pytest.mark.parametrize("limit", slow_after(1, [30, 1]))
 def test_a_batch_of_many_forwards_learns_the_same(tmp_path, monkeypatch, reference, limit):
     settings = {"beta": 0.1, "reference": reference, "loss_type": "dapo"}
     ours, own = packed_run(tmp_path / "ours", monkeypatch, settings, loss_tokens_per_forward=limit)
@@ -244,6 +246,7 @@ def test_truncated_sampling_is_replayed(tmp_path, monkeypatch):
     assert max(logged(ours, "entropy")) <= math.log(20)
 
 
+@pytest.mark.slow
 def test_bf16_differs_by_rounding(tmp_path, monkeypatch):
     settings = {"bf16": True, "loss_type": "dapo"}
     ours, own = packed_run(tmp_path / "ours", monkeypatch, settings)
@@ -299,7 +302,7 @@ def test_the_loss_has_seconds_in_each_step(tmp_path, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: float(next(now)))
     settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     clock.time = clock.perf_counter
-    for module in (backend, live_metrics):
+    for module in (parts, live_metrics):
         monkeypatch.setattr(module, "time", clock)
     trainer, _ = packed_run(tmp_path, monkeypatch, settings)
     # Two micro-batches: the clock is read at the two ends of each.
@@ -315,8 +318,11 @@ def warned(caught):
     [
         (True, {}, {}),
         # Layers that are computed again take no states.
-        (False, {"activation_checkpointing": True}, {"loss_tokens_per_forward": 1 << 20}),
-        (True, {"bf16": True}, {}),
+        pytest.param(
+            *(False, {"activation_checkpointing": True}, {"loss_tokens_per_forward": 1 << 20}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(True, {"bf16": True}, {}, marks=pytest.mark.slow),
     ],
     ids=["kept activations", "checkpointed layers", "bfloat16"],
 )
@@ -334,6 +340,7 @@ def test_a_recurrent_model_goes_on_from_the_states_of_a_prompt(
     assert_logged_alike(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -355,6 +362,7 @@ def test_a_state_space_model_trains_on_completions_of_two_tokens(tmp_path, monke
         assert_logged_alike(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_recurrent_model_whose_states_have_no_gradient_runs_padded(tmp_path, monkeypatch):
     """The log-probabilities are right, and the gradient of the prompt is lost."""
     repeat = hf_compat.repeat_states
@@ -407,7 +415,7 @@ def test_a_later_batch_that_cannot_be_packed_is_left_to_the_trainer(tmp_path, mo
         return score_batches(*arguments, **named)
 
     monkeypatch.setattr(packed_loss, "score_batches", failing)
-    with pytest.warns(UserWarning, match="a batch is left to the trainer's own forward"):
+    with pytest.warns(UserWarning, match="the trainer's own forward computes this batch"):
         ours, own = packed_run(tmp_path / "ours", monkeypatch, {"loss_type": "dapo"})
     _, other = trl_run(tmp_path / "theirs", monkeypatch, {"loss_type": "dapo"}, own.turns)
     assert_learned_alike(own, other)
@@ -444,6 +452,7 @@ def test_memory_that_runs_out_is_no_reason_to_fall_back(tmp_path, monkeypatch):
         packed_run(tmp_path, monkeypatch, {})
 
 
+@pytest.mark.slow
 def test_rows_of_either_set_of_rotary_factors_are_scored_as_alone(tmp_path):
     limits = {"original_max_position_embeddings": 16, "max_position_embeddings": 64}
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8}

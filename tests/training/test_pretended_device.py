@@ -64,7 +64,8 @@ def test_training_there_is_training_here(case, tmp_path, monkeypatch):
     # Trainers would begin to ask for streams, amp and peers.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(accelerate.Accelerator, "device", property(lambda self: DEVICE))
-    with Pretended():
+    # accelerate makes a process's own device the current one, and TRL's kernels run there.
+    with Pretended(), torch.cuda.device(DEVICE):
         found, path = trained(tmp_path / "there", *CASES[case])
     assert path == "triton"
     assert len(found) >= 3

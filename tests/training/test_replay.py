@@ -17,9 +17,11 @@ from replay import (
 )
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
-from replay_table import FAST, REPLAYS
+from pages.replay_table import FAST, REPLAYS
 
 SLOW = [pytest.mark.slow]
+# Of the settings beside the fast ones, CI trains every third; the others are trained by night.
+SLOW_EVERY = 3
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,9 @@ def create(tmp_path, models, monkeypatch):
 def cases(settings):
     params = []
     for number, setting in enumerate(settings):
-        marks = list(SLOW) if number >= FAST else []
+        marks = []
+        if number >= FAST:
+            marks = [pytest.mark.nightly if number % SLOW_EVERY else pytest.mark.slow]
         if setting.differs is not None:
             marks.append(pytest.mark.xfail(strict=True, reason=setting.differs))
         params.append(pytest.param(setting, marks=marks, id=setting.name))

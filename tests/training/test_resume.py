@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
+from tiny_trainer import PROBLEMS, share_of_sevens, tiny_trainer
 
+from cb_rollout import attach, detach
+from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import list_runs
-
-pytestmark = pytest.mark.slow
+from cb_rollout.strategies import DynamicSampling, Plain
 
 FOLDER = Path(__file__).parent
 TIMEOUT_SECONDS = 240
@@ -29,6 +32,48 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def sampled(output_dir, strategy, resumes=None, **settings):
+    """The completions of each training rollout."""
+    completions_of = []
+    trainer = None
+
+    def reward(completions, **_):
+        if trainer.model.training:
+            completions_of.append(list(completions))
+        return share_of_sevens(completions)
+
+    data = Dataset.from_list(PROBLEMS)
+    trainer = tiny_trainer(
+        output_dir,
+        reward=reward,
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=2,
+        trainer_arguments={"eval_dataset": data.select(range(4))},
+        num_hidden_layers=1,
+        num_generations_eval=1,
+        **settings,
+    )
+    attach(trainer)
+    use_strategy(trainer, strategy)
+    trainer.train(resume_from_checkpoint=resumes)
+    detach(trainer)
+    return completions_of
+
+
+@pytest.mark.parametrize("eval_steps", [1, 2, 3])
+@pytest.mark.parametrize("strategy", [Plain(), DynamicSampling()], ids=["plain", "dynamic"])
+def test_an_evaluation_before_the_checkpoint_leaves_the_draws_after_it(
+    tmp_path, strategy, eval_steps
+):
+    settings = {"eval_strategy": "steps", "eval_steps": eval_steps}
+    whole = sampled(tmp_path, strategy, **settings)
+    resumed = sampled(tmp_path, strategy, str(tmp_path / "checkpoint-2"), **settings)
+    assert len(resumed) >= 2
+    assert resumed == whole[-len(resumed) :]
+
+
+@pytest.mark.slow
 def test_prompts_come_in_the_same_order_and_no_policy_is_stale(tmp_path):
     killed = run("kill", str(tmp_path))
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]

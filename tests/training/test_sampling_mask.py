@@ -8,6 +8,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from playback import TOOLS, double, watched, with_tools
 from tiny_trainer import PROBLEMS, logged, tiny_trainer
+from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach
@@ -27,7 +28,9 @@ def trained(output_dir, config, **settings):
 
 
 def test_the_true_ratios_are_far_from_one_and_a_warning_says_how_far(tmp_path):
-    with pytest.warns(UserWarning, match=r"top_p=0\.8: .*at least 0\.8 a token; e\*\*-3 over 12"):
+    with pytest.warns(
+        UserWarning, match=r"top_p=0\.8: .*at least 0\.8 of each .*, e\*\*-3 over 12"
+    ):
         trainer, _ = trained(tmp_path, {"logprobs_mode": "processed"}, top_p=0.8, **SEQUENCES)
     assert max(logged(trainer, RATIO)) < 0.5
     masses = logged(trainer, "rollout/log_kept_mass")
@@ -37,11 +40,12 @@ def test_the_true_ratios_are_far_from_one_and_a_warning_says_how_far(tmp_path):
 
 
 def test_policy_log_probabilities_hide_what_was_cut_and_a_warning_says_so(tmp_path):
-    with pytest.warns(UserWarning, match=r"top_k=20: .*nothing corrects for it"):
+    with pytest.warns(UserWarning, match=r"top_k=20: .*nothing corrects the difference"):
         trainer, _ = trained(tmp_path, {}, top_k=20, **SEQUENCES)
     assert logged(trainer, RATIO) == pytest.approx([1] * 3, abs=1e-4)
 
 
+@pytest.mark.fast_cases("top_p")
 @pytest.mark.parametrize(
     "truncation",
     [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.1, "temperature": 0.7}],
@@ -79,6 +83,7 @@ def test_replay_and_sampled_old_log_probabilities_go_together(tmp_path, trainer_
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_and_their_reference_are_replayed(tmp_path):
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     settings = {"beta": 0.1, "top_p": 0.8, "trainer_arguments": {"peft_config": lora}}
@@ -91,6 +96,7 @@ def test_adapters_and_their_reference_are_replayed(tmp_path):
     assert max(logged(trainer, "entropy")) < 0.95 * math.log(99)
 
 
+@pytest.mark.slow
 def test_each_turn_of_a_tool_loop_is_replayed_with_its_own_sets(tmp_path, monkeypatch):
     rows = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROBLEMS[:8]]
     trainer = tiny_trainer(
@@ -137,7 +143,7 @@ def test_settings_that_change_logits_are_warned_of_by_both_names(tmp_path):
     said = str(caught[0].message)
     assert said.startswith("repetition_penalty, logit_bias (suppress_tokens, sequence_bias of ")
     assert "bad_words (bad_words_ids), min_new_tokens: " in said
-    assert "nothing corrects for it" in said
+    assert "nothing corrects the difference" in said
     assert caught[0].filename == __file__
 
 
@@ -149,5 +155,39 @@ def test_the_image_token_that_the_trainer_itself_forbids_is_not_warned_of(tmp_pa
 
 def test_a_temperature_that_the_loss_does_not_know_is_warned_of(tmp_path):
     trainer = tiny_trainer(tmp_path, generation_kwargs={"temperature": 0.5})
-    with pytest.warns(UserWarning, match=r"temperature=0\.5, and the loss divides logits by 1"):
+    with pytest.warns(UserWarning, match=r"temperature=0\.5 .*, but the loss divides logits by 1"):
         attach(trainer).close()
+
+
+class Anneals(TrainerCallback):
+    """Sets another temperature on the trainer after its first step."""
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+
+    def on_step_end(self, args, state, control, **_):
+        self._trainer.temperature = self._trainer.generation_config.temperature = 0.5
+
+
+@pytest.mark.filterwarnings("ignore:generation_kwargs set temperature")
+def test_old_logprobs_are_recomputed_once_the_temperature_is_not_the_losss(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=4, num_iterations=2, steps_per_generation=1)
+    trainer.add_callback(Anneals(trainer))
+    recomputed = []
+    with attach(trainer, RolloutConfig(old_logps="auto", verify_every_steps=1000)):
+        score = trainer._generate_and_score_completions
+
+        def scored(inputs):
+            batch = score(inputs)
+            mask = batch["completion_mask"].bool()
+            distance = batch["old_per_token_logps"] - batch["sampling_per_token_logps"]
+            recomputed.append(distance[mask].abs().max().item())
+            return batch
+
+        trainer._generate_and_score_completions = scored
+        with pytest.warns(
+            UserWarning, match=r"temperature=0\.5 .*, but the loss divides logits by 1"
+        ):
+            trainer.train()
+    assert recomputed[0] <= 1e-5
+    assert max(recomputed[1:]) > 0.01

@@ -3,6 +3,7 @@
 import io
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -16,6 +17,7 @@ from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, SavedRollouts, attach, detach
 from cb_rollout.integrations.trl.strategies import use_strategy
+from cb_rollout.rollout.sampler import TrainingRun
 from cb_rollout.rollout.saved import RolloutSaver
 from cb_rollout.strategies import OverSampling
 from cb_rollout.types import GenerationOutput
@@ -46,6 +48,7 @@ def assert_same(first, second):
     assert all(p.equal(after[name]) for name, p in weights(first).items())
 
 
+@pytest.mark.fast_cases("grpo")
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
@@ -88,6 +91,7 @@ def test_experts_are_saved_and_replayed(tmp_path):
     assert disagreement[0] == 0 < disagreement[1]
 
 
+@pytest.mark.slow
 def test_turns_with_tools_are_saved_call_by_call(tmp_path, monkeypatch):
     folder = str(tmp_path / "rollouts")
     settings = TOOLS | {
@@ -121,6 +125,7 @@ def test_the_files_hold_each_sequence_with_its_reward(tmp_path):
         assert row["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_resumed_training_saves_on_and_trains_on(tmp_path):
     folder, settings = str(tmp_path / "rollouts"), {"save_strategy": "steps", "save_steps": 1}
     config = RolloutConfig(save_rollouts=folder)
@@ -141,7 +146,7 @@ def test_a_resumed_training_saves_on_and_trains_on(tmp_path):
     assert logged(saved, "loss")[-1] == logged(again, "loss")[-1]
 
 
-ANOTHER = "holds rollouts of another run, such as 0.*name an empty folder, or resume"
+ANOTHER = "holds rollouts of another run, such as 0.*choose an empty folder, or resume"
 
 
 def contents(folder):
@@ -170,6 +175,7 @@ def test_a_run_that_evaluated_is_never_written_over(tmp_path):
     assert not hasattr(second, "vllm_generation")
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_a_resumed_run_is_never_written_over(tmp_path):
     folder, settings = tmp_path / "rollouts", {"save_strategy": "steps", "save_steps": 1}
     checkpoint = str(tmp_path / "checkpoint-1")
@@ -206,9 +212,7 @@ def test_two_runs_that_begin_together_do_not_share_a_folder(tmp_path):
         saver.begin_training(0)
     saved_by(first, 1)
     before = contents(tmp_path)
-    with pytest.raises(
-        ConfigurationError, match=r"00000001-000000-00000\.parquet is there already"
-    ):
+    with pytest.raises(ConfigurationError, match=r"00000001-000000-00000\.parquet exists already"):
         saved_by(second, 1)
     assert contents(tmp_path) == before
 
@@ -241,7 +245,7 @@ def test_a_run_that_was_resumed_twice_goes_on_with_its_numbers(tmp_path):
 def test_the_folder_that_is_trained_from_is_not_saved_into(tmp_path):
     saved_by(RolloutSaver(str(tmp_path), 0, 1), 1)
     for folder in (tmp_path, tmp_path / ".." / tmp_path.name):
-        with pytest.raises(ConfigurationError, match="trained from; name another folder"):
+        with pytest.raises(ConfigurationError, match="trains from; choose another folder"):
             SavedRollouts(str(tmp_path), RolloutConfig(save_rollouts=str(folder)))
     SavedRollouts(str(tmp_path), RolloutConfig(save_rollouts=str(tmp_path / "more")))
 
@@ -253,11 +257,11 @@ def test_what_cannot_be_trained_from_is_refused(tmp_path):
     trained(tmp_path, RolloutConfig(save_rollouts=folder), max_steps=1)
     with pytest.raises(ConfigurationError, match="no more rollouts; lower max_steps"):
         trained(tmp_path, SavedRollouts(folder), max_steps=2)
-    with pytest.raises(ConfigurationError, match="asks for other prompts"):
+    with pytest.raises(ConfigurationError, match="asks for different prompts"):
         trained(tmp_path, SavedRollouts(folder), max_steps=1, seed=5)
     trainer = tiny_trainer(tmp_path)
     attach(trainer, SavedRollouts(folder))
-    with pytest.raises(ConfigurationError, match="saved rollouts were sampled"):
+    with pytest.raises(ConfigurationError, match="saved rollouts are sampled already"):
         use_strategy(trainer, OverSampling())
     with pytest.raises(ConfigurationError, match="save_rollouts=3 is neither a path nor None"):
         RolloutConfig(save_rollouts=3)
@@ -266,7 +270,7 @@ def test_what_cannot_be_trained_from_is_refused(tmp_path):
 def test_no_file_is_left_half_written(tmp_path, monkeypatch):
     folder = tmp_path / "rollouts"
     monkeypatch.setattr(type(folder), "replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(ConfigurationError, match=r"cannot be written \(full\)"):
         trained(tmp_path, RolloutConfig(save_rollouts=str(folder)), max_steps=1)
     with pytest.raises(ConfigurationError, match="holds no saved rollouts"):
         SavedRollouts(str(folder))
@@ -295,8 +299,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, how):
     path = max(tmp_path.iterdir())
     path.write_bytes(spoilt(path.read_bytes())[how])
     rollouts = SavedRollouts(str(tmp_path))
-    rollouts.open(0, GenerationConfig(), None)
+    run = TrainingRun(
+        model=tiny_model(),
+        tokenizer=None,
+        generation_config=GenerationConfig(),
+        accelerator=SimpleNamespace(process_index=0),
+        seed=0,
+    )
+    rollouts.sampler_for(run)
     assert len(rollouts.generate_batch([[5]] * 40)) == 40
-    said = rf"{path} is no whole file of saved rollouts \(.*checkpoint before step 2, which"
+    said = rf"{path} is not a complete file of saved rollouts \(.*checkpoint before step 2, which"
     with pytest.raises(ConfigurationError, match=said):
         rollouts.generate_batch([[5]] * 40)

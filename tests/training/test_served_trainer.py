@@ -18,6 +18,7 @@ def forwards(generator):
     return counters.prefill_forwards + counters.decode_forwards
 
 
+@pytest.mark.fast_cases("never")
 @pytest.mark.parametrize("release_cache", ["never", "between_steps"])
 def test_training_under_a_server_is_training_and_no_forward_runs_beside_it(tmp_path, release_cache):
     trainer = tiny_trainer(tmp_path)

@@ -1,5 +1,7 @@
 """Strategies train each row of the data set once an epoch, also over a checkpoint."""
 
+import re
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 
@@ -15,6 +17,7 @@ from counted_rows import (
     trained_rows,
 )
 from datasets import Dataset
+from nightly import some_slow_pairs
 from tiny_trainer import tiny_trainer
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -37,12 +40,36 @@ BOTH = {
     "per_device_train_batch_size": GROUP,
 }
 
+GENERATIONS = {
+    "a generation a step": {},
+    "accumulated": ACCUMULATED,
+    "divided": DIVIDED,
+    "both": BOTH,
+}
+# Of a run that ends in the first epoch and of one in the second, never amid a generation.
+STOPS = {
+    "a generation a step": (5, 19),
+    "accumulated": (3, 8),
+    "divided": (6, 34),
+    "both": (5, 19),
+}
+
 AHEAD = [
     PartialRollouts(num_extra_groups=3, max_staleness=3),
     PartialRollouts(num_extra_groups=7, max_staleness=1),
     OverSampling(num_extra_groups=3),
     OverSampling(num_extra_groups=2, num_extra_members=1),
 ]
+
+
+SAMPLERS = {
+    "partial, grpo": (AHEAD[0], GRPO),
+    "partial, rloo": (AHEAD[0], RLOO),
+    "over, grpo": (AHEAD[2], GRPO),
+    "over, rloo": (AHEAD[2], RLOO),
+}
+# Each way to generate with one sampler by day, with all by night.
+GENERATED = list(some_slow_pairs(list(GENERATIONS), list(SAMPLERS)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,17 +117,17 @@ def test_partial_rollouts_train_each_row_once_an_epoch(tmp_path):
     assert Counter(trained) == times(2)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_amid_an_epoch_trains_each_row_once(tmp_path):
     trained, _ = resumed_rows(tmp_path, AHEAD[0], 5)
     assert Counter(trained) == times(1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", [GRPO, RLOO], ids=["grpo", "rloo"])
-@pytest.mark.parametrize("generation", [{}, ACCUMULATED, DIVIDED, BOTH], ids=str)
-@pytest.mark.parametrize("strategy", AHEAD[::2], ids=str)
-def test_sampling_ahead_trains_each_row_once_an_epoch(tmp_path, strategy, generation, trainer):
-    trained, _ = trained_rows(tmp_path, strategy, num_train_epochs=2, **(generation | trainer))
+@pytest.mark.parametrize(("generation", "sampler"), GENERATED)
+def test_sampling_ahead_trains_each_row_once_an_epoch(tmp_path, generation, sampler):
+    strategy, trainer = SAMPLERS[sampler]
+    settings = GENERATIONS[generation] | trainer
+    trained, _ = trained_rows(tmp_path, strategy, num_train_epochs=2, **settings)
     assert Counter(trained[: 24 * GROUP]) == times(1)
     assert Counter(trained) == times(2)
 
@@ -113,21 +140,13 @@ def test_many_extra_groups_and_extra_members_train_each_row_once(tmp_path, strat
     assert Counter(trained) == times(2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("trainer", [GRPO, RLOO], ids=["grpo", "rloo"])
-@pytest.mark.parametrize(
-    ("generation", "steps"),
-    # In the first epoch and in the second, never amid a generation.
-    [({}, (5, 19)), (ACCUMULATED, (3, 8)), (DIVIDED, (6, 34)), (BOTH, (5, 19))],
-    ids=str,
-)
-@pytest.mark.parametrize("strategy", AHEAD[::2], ids=str)
-def test_a_resumed_run_trains_rows_as_often_as_a_whole_one(
-    tmp_path, strategy, generation, steps, trainer
-):
-    for step in steps:
+@pytest.mark.parametrize(("generation", "sampler"), GENERATED)
+def test_a_resumed_run_trains_rows_as_often_as_a_whole_one(tmp_path, generation, sampler):
+    strategy, trainer = SAMPLERS[sampler]
+    settings = GENERATIONS[generation] | trainer
+    for step in STOPS[generation]:
         trained, _ = resumed_rows(
-            tmp_path / str(step), strategy, step, num_train_epochs=2, **(generation | trainer)
+            tmp_path / str(step), strategy, step, num_train_epochs=2, **settings
         )
         assert Counter(trained[: 24 * GROUP]) == times(1)
         assert Counter(trained) == times(2)
@@ -196,11 +215,21 @@ def test_rows_that_fill_no_generation_are_left_out_as_the_trainers_sampler_does(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_amid_a_generation_samples_it_again(tmp_path):
+def test_a_checkpoint_amid_a_generation_trains_the_rest_of_it(tmp_path):
     trained, _ = resumed_rows(tmp_path, AHEAD[0], 7, **DIVIDED)
+    assert Counter(trained) == times(1)
+
+
+@pytest.mark.slow
+def test_a_generation_that_no_checkpoint_keeps_is_sampled_again(tmp_path):
+    trained, _ = trained_rows(tmp_path, AHEAD[0], stop_at=7, **DIVIDED)
+    checkpoint = tmp_path / "checkpoint-7"
+    (checkpoint / "cb_rollout_00000.pt").unlink()
+    with pytest.warns(UserWarning, match="half done are sampled again"):
+        others, _ = trained_rows(tmp_path, AHEAD[0], resume=str(checkpoint), **DIVIDED)
     # The fourth generation's first half was trained before, its second half after.
-    assert len(trained) == 24 * GROUP
-    counts = Counter(trained)
+    assert len(trained + others) == 24 * GROUP
+    counts = Counter(trained + others)
     assert sum(count != GROUP for count in counts.values()) <= 2
     assert all(abs(counts[prompt] - GROUP) <= GROUP // 2 for prompt in PROMPTS)
 
@@ -218,7 +247,7 @@ def test_a_subclass_may_order_the_rows(tmp_path):
 
 @pytest.mark.slow
 def test_an_order_that_is_not_the_checkpoints_warns_with_the_numbers(tmp_path):
-    said = r"had taken 12 rows of pass 1 .* 2 a generation for 1 processes.* The 4 rows that waited"
+    said = "had taken 12 rows of pass 1 .* 2 per generation on 1 .* The 4 rows that were waiting"
     with pytest.warns(UserWarning, match=said):
         trained, _ = resumed_rows(tmp_path, AHEAD[0], 4, trainer_class=Unseeded)
     assert len(trained) == 24 * GROUP
@@ -227,10 +256,14 @@ def test_an_order_that_is_not_the_checkpoints_warns_with_the_numbers(tmp_path):
 @pytest.mark.slow
 def test_other_generations_than_the_checkpoints_warn_with_the_numbers(tmp_path):
     trained_rows(tmp_path, AHEAD[0], stop_at=4)
-    with pytest.warns(UserWarning, match=r"2 a generation .* now there are 4 for 1"):
-        trained_rows(
-            tmp_path, AHEAD[0], resume=str(tmp_path / "checkpoint-4"), generation_batch_size=8
-        )
+    checkpoint = str(tmp_path / "checkpoint-4")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        trained_rows(tmp_path, AHEAD[0], resume=checkpoint, generation_batch_size=8)
+    said = "\n".join(str(warning.message) for warning in given)
+    assert "generation_batch_size=4, and now it is 8" in said
+    assert "the rows that were half done are sampled again" in said
+    assert re.search("2 per generation .* this run takes 4 on 1", said)
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ def by_turn(rows, advantages):
     return by_token
 
 
+@pytest.mark.slow
 def test_advantages_by_turn_are_those_of_the_trainers_own_forward(tmp_path, monkeypatch):
     chats = [{"prompt": [{"role": "user", "content": f"{n} is what?"}]} for n in range(32)]
     settings = TOOLS | {
@@ -109,5 +110,5 @@ def test_what_is_no_advantage_of_a_token_is_refused(tmp_path):
         with pytest.raises(ConfigurationError, match=f"returned {found}; return a tensor"):
             trained(tmp_path, hook)
     rloo = tiny_trainer(tmp_path, trainer_class=RLOOTrainer, config_class=RLOOConfig)
-    with pytest.raises(ConfigurationError, match="token_advantages under RLOOTrainer"):
+    with pytest.raises(ConfigurationError, match="token_advantages does not work with RLOOTrainer"):
         attach(rloo, token_advantages=spread)

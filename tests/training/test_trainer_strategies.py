@@ -7,10 +7,11 @@ from datasets import Dataset
 from playback import TOOLS, double, with_tools
 from tiny import plain_logprobs, tiny_model
 from tiny_trainer import PROBLEMS, tiny_trainer
+from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from cb_rollout import ConfigurationError, RolloutConfig, attach, detach
-from cb_rollout.integrations.trl.strategies import use_strategy
+from cb_rollout.integrations.trl.strategies import TrainerStrategy, use_strategy
 from cb_rollout.strategies import DynamicSampling, OverSampling, PartialRollouts, Plain, Retrying
 
 ANSWERED = [row | {"answer": sum(map(int, row["prompt"][:-1].split("+")))} for row in PROBLEMS]
@@ -44,6 +45,12 @@ def by_length(prompts, completions, answer, **_):
     return [float(len(completion)) for completion in completions]
 
 
+def groups_of(trainer):
+    """What a trainer's strategy samples ahead; None: it has no strategy that does."""
+    parts = trainer.vllm_generation.parts
+    return next((part.groups for part in parts if isinstance(part, TrainerStrategy)), None)
+
+
 def trained(output_dir, strategy, config=None, **settings):
     """A trained trainer, its batches with their outputs, each policy, and the collector."""
     trainer = tiny_trainer(output_dir, **({"reward": by_length} | UNEVEN | settings))
@@ -69,11 +76,11 @@ def trained(output_dir, strategy, config=None, **settings):
 
     trainer._generate_and_score_completions = score_and_keep
     use_strategy(trainer, strategy)
-    groups = trainer.vllm_generation.collector
+    groups = groups_of(trainer)
     trainer.train()
     assert trainer.model.training or trainer.args.eval_strategy != "no"
     assert not generator.manager.loop.is_live()
-    assert generator.manager.engine.cache_bytes == 0
+    assert generator.manager.engine.status().kv_bytes == 0
     detach(trainer)
     return trainer, batches, policies, groups
 
@@ -101,6 +108,7 @@ def logged(trainer, name):
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
+@pytest.mark.fast_cases("strategy1")
 @pytest.mark.parametrize(
     "strategy",
     [OverSampling(num_extra_groups=3), OverSampling(num_extra_groups=0, num_extra_members=4)],
@@ -157,6 +165,7 @@ def test_partial_rollouts_carry_tokens_with_the_versions_they_were_sampled_under
             assert old == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.fast_cases("strategy1-config1")
 @pytest.mark.parametrize(
     ("strategy", "config"),
     [
@@ -170,7 +179,7 @@ def test_rloo_takes_strategies_too(tmp_path, strategy, config):
     attach(trainer, RolloutConfig(**(VERIFIED | config)))
     use_strategy(trainer, strategy)
     batches = kept_batches(trainer)
-    groups = trainer.vllm_generation.collector
+    groups = groups_of(trainer)
     trainer.train()
     assert len(batches) == 3
     for batch in batches:
@@ -201,6 +210,7 @@ def test_what_is_carried_stands_still_whatever_else_is_generated(tmp_path):
     detach(trainer)
 
 
+@pytest.mark.slow
 def test_strategies_are_combined_and_replay_goes_with_them(tmp_path):
     num_scored = []
 
@@ -225,6 +235,49 @@ def test_strategies_are_combined_and_replay_goes_with_them(tmp_path):
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
 
 
+class Annealing(TrainerCallback):
+    """Shortens and cools a trainer's sampling at each step, and samples otherwise to evaluate."""
+
+    def __init__(self, trainer):
+        self.config, self.trainer = trainer.generation_config, trainer
+
+    def on_step_end(self, args, state, control, **_):
+        self.config.update(temperature=0.25, max_new_tokens=2)
+        self.trainer.evaluate()
+        step = state.global_step
+        self.config.update(temperature=1 - step / 8, max_new_tokens=12 - 2 * step)
+
+
+@pytest.mark.filterwarnings("ignore:generation_kwargs set temperature")
+@pytest.mark.parametrize(
+    "strategy",
+    [None, OverSampling(num_extra_groups=1), OverSampling(num_extra_members=2), DynamicSampling()],
+    ids=["none", "more groups", "more members", "dynamic"],
+)
+def test_groups_are_sampled_by_the_generation_config_of_their_step(tmp_path, strategy):
+    trainer = tiny_trainer(tmp_path)
+    with attach(trainer, RolloutConfig(verify_every_steps=0)):
+        if strategy is not None:
+            use_strategy(trainer, strategy)
+        backend = trainer.vllm_generation
+        sample, found = backend.sample, []
+
+        def sampled(*arguments):
+            outputs = sample(*arguments)
+            if trainer.model.training:
+                longest = max(len(output.generated_tokens) for output in outputs)
+                temperatures = {output.temperature for output in outputs}
+                found.append((backend.context.step, temperatures, longest))
+            return outputs
+
+        backend.sample = sampled
+        trainer.add_callback(Annealing(trainer))
+        trainer.train()
+    expected = [(1, {1.0}, 12), (2, {0.875}, 10), (3, {0.75}, 8)]
+    assert sorted(dict.fromkeys(step for step, *_ in found)) == [1, 2, 3]
+    assert all(entry in expected for entry in found), found
+
+
 def test_detach_and_plain_take_a_strategy_away(tmp_path):
     trainer = tiny_trainer(tmp_path, **({"reward": by_length} | UNEVEN))
     own = dict(vars(trainer))
@@ -236,9 +289,9 @@ def test_detach_and_plain_take_a_strategy_away(tmp_path):
     use_strategy(trainer, PartialRollouts())
     use_strategy(trainer, Plain())
     assert trainer._generate_and_score_completions == scoring
-    assert trainer.vllm_generation.collector is None
+    assert groups_of(trainer) is None
     use_strategy(trainer, PartialRollouts(num_extra_groups=3))
-    groups = trainer.vllm_generation.collector
+    groups = groups_of(trainer)
     inputs = [dict(row) for row in ANSWERED[:2] for _ in range(8)]
     trainer.model.train()
     trainer._generate_and_score_completions(inputs)
@@ -257,23 +310,23 @@ def other_completions(prompts, trainer):
 @pytest.mark.parametrize(
     ("strategy", "settings", "said"),
     [
-        (Retrying(), {}, "scores them itself, so nothing can be tried again"),
+        (Retrying(), {}, "scores them itself, so none can be retried"),
         (Choosy(), {}, r"Choosy\.keeps\(\) under GRPOTrainer"),
         (Dapo(), {"scale_rewards": "batch"}, "scale_rewards='batch', which mixes groups"),
         (
             OverSampling(),
             {"trainer_arguments": {"rollout_func": other_completions}},
-            "OverSampling does not go with rollout_func, which samples for itself",
+            "OverSampling does not work with rollout_func, which samples for itself",
         ),
         (
             PartialRollouts(),
             {"vllm_importance_sampling_correction": False},
-            "the loss would take them for its own; set that, which RLOO does not",
+            "the loss would treat them as the current policy's; set that",
         ),
         (
             PartialRollouts(),
             {"trainer_class": RLOOTrainer, "config_class": RLOOConfig},
-            "would take them for its own; set that, which RLOO does not have, or old_logps=",
+            r"as the current policy's; set that \(RLOO has no such setting\), or old_logps=",
         ),
         (
             DynamicSampling(),

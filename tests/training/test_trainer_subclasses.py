@@ -9,6 +9,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from nightly import some_slow, some_slow_pairs
 from playback import watched
 from tiny import EOS, tiny_model
 from tiny_trainer import logged, tiny_trainer
@@ -305,16 +306,7 @@ CONFIGS = {
     "padded experts": ({"router_replay": True, "loss_forward": "trainer"}, {}),
 }
 QUICK = [("Sorts", "masks"), ("Drops", "untouched"), ("Replays", "experts")]
-CELLS = [
-    pytest.param(
-        change,
-        config,
-        marks=() if (change, config) in QUICK else pytest.mark.slow,
-        id=f"{change}-{config}",
-    )
-    for change in CHANGES
-    for config in CONFIGS
-]
+CELLS = list(some_slow_pairs(list(CHANGES), list(CONFIGS), QUICK, every=5))
 
 
 def assert_trains_its_own_rows(output_dir, trainer_class, name):
@@ -339,17 +331,16 @@ def test_rows_that_a_class_changed_are_trained_with_their_own_records(tmp_path, 
 RLOO_CONFIGS = ("plain", "recomputed", "masks", "padded masks", "experts")
 
 
-@pytest.mark.parametrize("config", RLOO_CONFIGS)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "config"), list(some_slow_pairs(list(CHANGES), RLOO_CONFIGS, every=5))
+)
 def test_rows_of_rloo_are_trained_with_their_own_records(tmp_path, change, config):
     trainer_class = class_that(CHANGES[change], RLOOTrainer)
     assert_trains_its_own_rows(tmp_path, trainer_class, config)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", some_slow(CONFIGS, every=3))
 @pytest.mark.parametrize("base", [GRPOTrainer, RLOOTrainer])
-@pytest.mark.slow
 def test_rows_that_were_changed_before_the_scoring_are_found_by_their_tokens(
     tmp_path, base, config
 ):
@@ -433,7 +424,7 @@ class Makes:
             "Replays",
             {"sampling_mask": "replay", "replay_num_rollouts": 0},
             {"top_k": TOP_K},
-            "nor in the 0 training rollouts before it that are kept",
+            "nor in the 0 earlier training rollouts that are kept",
         ),
         pytest.param(
             *("Makes", {"router_replay": True}, {}, "or set router_replay=False"),
@@ -447,7 +438,7 @@ def test_a_row_without_the_record_that_a_setting_needs_is_named(
     changes = CHANGES | {"Makes": Makes}
     family = "qwen3_moe" if "router_replay" in config else "qwen3"
     trainer_class = class_that(changes[change], GRPOTrainer)
-    with pytest.raises(ConfigurationError, match=rf"row 4 of a batch of \d has .*{said}"):
+    with pytest.raises(ConfigurationError, match=rf"row 4 of a batch of \d .*{said}"):
         trained(tmp_path, trainer_class, config, family, **settings)
 
 
@@ -517,5 +508,5 @@ def test_a_row_of_its_own_generation_is_named_where_its_record_is_needed(tmp_pat
             generated[1][3] = [98] * len(generated[1][3])
             return generated
 
-    with pytest.raises(ConfigurationError, match=r"row 3 of a batch of 8 has .* raise replay_num"):
+    with pytest.raises(ConfigurationError, match=r"row 3 of a batch of 8 .* Raise replay_num"):
         trained(tmp_path, Changed, {"sampling_mask": "replay"}, top_k=TOP_K)

@@ -13,6 +13,7 @@ CHECKED = {"old_logps": "trainer", "verify_every_steps": 1, "verify_weight_sync"
 LORA = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
 
 
+@pytest.mark.fast_cases("whole")
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["whole", "lora"])
 def test_a_trainer_rolls_out_from_a_copy_that_follows_every_step(tmp_path, peft_config):
     arguments = {"peft_config": peft_config} if peft_config else {}
@@ -28,10 +29,11 @@ def test_a_trainer_rolls_out_from_a_copy_that_follows_every_step(tmp_path, peft_
     assert generator.policy_version == 3
     assert max(logged(trainer, "rollout/logprob_drift_max")) <= 1e-5
     assert max(logged(trainer, "sampling/sampling_logp_difference/max")) <= 1e-5
-    assert generator.manager.engine.runs_a_copy
+    assert generator.manager.engine.training_model.is_copied
     generator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "peft_config",
     [pytest.param(None, id="whole"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)],
@@ -88,14 +90,15 @@ def test_a_strategy_that_carries_sequences_does_not_release_their_weights(tmp_pa
     generator.close()
 
 
+@pytest.mark.slow
 def test_bf16_training_of_float32_weights_takes_a_copy_by_itself(tmp_path):
     trainer = tiny_trainer(tmp_path, bf16=True, eval_strategy="steps", eval_steps=2)
     generator = attach(trainer, RolloutConfig(**CHECKED))
     trainer.train()
     assert len(logged(trainer, "eval_reward")) == 2
-    assert generator.manager.engine.layout.layers[0].values.dtype == torch.bfloat16
+    assert generator.manager.engine.paged_model.layout.layers[0].values.dtype == torch.bfloat16
     copy = generator.manager.model
-    assert generator.manager.engine.runs_a_copy
+    assert generator.manager.engine.training_model.is_copied
     assert copy.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
     # bf16 rounds the padded batch of the trainer's forward otherwise than the row of a decode step.
@@ -143,6 +146,7 @@ def test_an_optimizer_that_the_trainer_was_given_is_taken_at_its_word(tmp_path):
     generator.close()
 
 
+@pytest.mark.fast_cases("between_steps")
 @pytest.mark.parametrize("release_cache", ["between_steps", "never"])
 def test_a_trainers_first_step_is_measured_and_the_plan_made_anew(tmp_path, release_cache):
     trainer = tiny_trainer(tmp_path)

@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from device_laws import assert_trains
 from full_disk import FullDisk
+from nightly import slow_after
 from tiny import char_tokenizer, tiny_model
 from tiny_trainer import logged, tiny_trainer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -22,10 +23,10 @@ from cb_rollout import (
 )
 from cb_rollout.engine.attention import traced_forward
 from cb_rollout.engine.sampling import sampler as sampling
-from cb_rollout.integrations.trl import backend
 from cb_rollout.integrations.trl.rows.loss_rows import ROWS_KEY
 from cb_rollout.integrations.trl.strategies import use_strategy
 from cb_rollout.metrics.run_records import iterate_rollouts, read_metrics
+from cb_rollout.rollout import sampler
 from cb_rollout.strategies import DynamicSampling, Plain
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2}
@@ -50,7 +51,9 @@ def test_training_logs_agreement_with_the_trainers_forward(tmp_path):
     generator.close()
 
 
-@pytest.mark.parametrize("strategy", [Plain(), DynamicSampling(max_dropped_groups=2)])
+@pytest.mark.parametrize(
+    "strategy", slow_after(1, [DynamicSampling(max_dropped_groups=2), Plain()])
+)
 def test_each_loss_gets_the_records_of_its_rows(tmp_path, strategy):
     halves = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
     trainer = tiny_trainer(tmp_path, **halves)
@@ -80,6 +83,7 @@ def test_a_row_longer_than_the_model_is_told_in_the_trainers_words(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_other_sampling_settings_agree_too(tmp_path):
     trainer = tiny_trainer(tmp_path, temperature=0.7)
     attach(trainer, RolloutConfig(old_logps="trainer"))
@@ -104,13 +108,13 @@ def test_records_hold_what_was_sampled_with_its_reward(tmp_path):
     assert [len(metrics.completion_lengths) for metrics in steps] == [16] * 3
 
 
-@pytest.mark.parametrize("first_refused", [1, 5])
+@pytest.mark.parametrize("first_refused", slow_after(1, [1, 5]))
 def test_a_full_disk_does_not_end_training(tmp_path, monkeypatch, first_refused):
     trainer = tiny_trainer(tmp_path)
     disk = FullDisk(tmp_path / "cb_rollout", first_refused)
     with (
         disk.mounted(monkeypatch),
-        pytest.warns(UserWarning, match="training goes on"),
+        pytest.warns(UserWarning, match="training continues"),
         attach(trainer, RolloutConfig(record_num_sequences=3)),
     ):
         trainer.train()
@@ -202,7 +206,7 @@ def test_drift_beyond_the_allowed_stops_the_run_and_says_where(tmp_path, monkeyp
         ({"generation_kwargs": {"temperature": 0.0}}, "{'temperature': 0.0}: decoding is greedy"),
         (
             {"generation_kwargs": {"num_return_sequences": 3}},
-            "{'num_return_sequences': 3}: the trainer repeats each prompt itself",
+            "{'num_return_sequences': 3}: the trainer itself repeats each prompt",
         ),
     ],
 )
@@ -237,7 +241,7 @@ def test_what_is_not_a_fresh_stock_trainer_is_refused(tmp_path, monkeypatch):
         attach(trainer)
     monkeypatch.undo()
     attach(trainer)
-    with pytest.raises(ConfigurationError, match="attached to this trainer already"):
+    with pytest.raises(ConfigurationError, match="already attached to this trainer"):
         attach(trainer)
 
 
@@ -251,12 +255,13 @@ def test_a_second_training_never_reads_keys_of_the_first(tmp_path):
     generator.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps_worth_trace", "traced"), [(37, []), (36, [1, 1, 1])])
 def test_a_long_training_is_traced_in_its_first_rollout(
     tmp_path, monkeypatch, steps_worth_trace, traced
 ):
     # Three rollouts of at most twelve tokens.
-    monkeypatch.setattr(backend, "STEPS_WORTH_TRACE", steps_worth_trace)
+    monkeypatch.setattr(sampler, "STEPS_WORTH_TRACE", steps_worth_trace)
     traces, made, make = [], [], traced_forward.trace
 
     def make_trace(*args):
@@ -299,6 +304,7 @@ def test_what_the_trainer_leaves_open_the_models_own_generation_config_says(tmp_
     assert len(tokens) > 20
 
 
+@pytest.mark.slow
 def test_a_transformers_config_attaches_with_logprobs(tmp_path):
     trainer = tiny_trainer(tmp_path, max_steps=1)
     generator = attach(trainer, ContinuousBatchingConfig(max_memory_percent=0.5))
@@ -318,7 +324,7 @@ def test_dropout_that_the_correction_would_take_for_a_new_policy_is_warned_of(tm
     ("settings", "message"),
     [
         ({"max_completion_length": 512}, "max_completion_length=512 leaves no room for a prompt"),
-        ({"max_completion_length": None}, "max_completion_length=None sets no end"),
+        ({"max_completion_length": None}, "max_completion_length=None leaves completions"),
         ({"temperature": 0.0}, "temperature=0.0, generation_kwargs=None: decoding is greedy"),
     ],
 )

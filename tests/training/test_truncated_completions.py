@@ -162,6 +162,6 @@ def test_rloo_counts_what_it_leaves_out_and_so_refuses(tmp_path):
         ({"eos_token_id": [1, 9]}, "token 9 ended"),
     ):
         settings = {"generation_kwargs": end, "mask_truncated_completions": True}
-        with pytest.raises(ConfigurationError, match=f"would leave out completions that {said}"):
+        with pytest.raises(ConfigurationError, match=f"would mask completions that {said}"):
             attach(tiny_trainer(tmp_path, **(rloo | settings)))
         attach(tiny_trainer(tmp_path, **rloo, generation_kwargs=end)).close()

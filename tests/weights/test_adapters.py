@@ -246,7 +246,7 @@ def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
 
     # Later syncs leave out the layers of an adapter.
     def is_wanted(self, weight):
-        is_new = weight.names not in self._taken
+        is_new = weight.names not in self._copied
         return (is_new or not weight.low_ranks) and is_stale(self, weight)
 
     monkeypatch.setattr(CopiedWeights, "_is_stale", is_wanted)
@@ -254,6 +254,7 @@ def test_no_token_of_a_merged_copy_is_from_old_adapters(device, monkeypatch):
     assert last > 0.01
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_adapters_stay_unmerged_where_a_copy_takes_much_of_the_free_memory(device, caplog):
     caplog.set_level("INFO", "cb_rollout")

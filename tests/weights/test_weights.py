@@ -228,7 +228,7 @@ def test_packed_weights_run_in_place():
     model.model.layers[0].mlp.up_proj.weight = packed
     autocast = RolloutConfig(rollout_dtype="bfloat16")
     assert isinstance(create_weight_sync(model, autocast), SharedWeights)
-    with pytest.raises(ConfigurationError, match=r"of a quantised model.*use 'shared'"):
+    with pytest.raises(ConfigurationError, match=r"cannot copy a quantised model.*use 'shared'"):
         create_weight_sync(model, COPY)
 
 
@@ -368,7 +368,7 @@ def test_a_copy_refuses_a_module_that_computes_something_else_since():
     model, name = tiny_model(), r"model\.layers\.1\.mlp\.act_fn"
     weights = create_weight_sync(model, COPY)
     model.model.layers[1].mlp.act_fn = torch.nn.GELU()
-    with pytest.raises(WeightSyncError, match=f"^1 parts .* was made: {name}\\. .*'shared'"):
+    with pytest.raises(WeightSyncError, match=f"^1 submodules .* was made: {name}\\. .*'shared'"):
         weights.sync()
 
 
@@ -402,6 +402,7 @@ class Autocasting:
 
     mixed_precision = "bf16"
     process_index = 0
+    num_processes = 1
     device = torch.device("cpu")
     state = SimpleNamespace()
 

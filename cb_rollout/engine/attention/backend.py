@@ -28,6 +28,11 @@ class AttentionBackend:
         """Cache that a decode forward is called with."""
         self.traced_forward = TracedForward(None if layout.is_recurrent else self.tracing)
 
+    @property
+    def proof(self) -> str:
+        """Return the result of the kernels' trial in a child process; "": none was made."""
+        return ""
+
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
         """Return why the backend cannot run; None: it can.

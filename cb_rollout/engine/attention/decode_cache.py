@@ -48,12 +48,15 @@ def unsupported_states(
     layout: CacheLayout | None, dtypes: Collection[torch.dtype], max_head_size: int | None = None
 ) -> str | None:
     """Name the first keys or values that a kernel does not take; None: it takes all of them."""
-    layers = () if layout is None else layout.layers
-    for states in (states for layer in layers for states in layer.per_token):
-        if max_head_size is not None and states.shape[1] > max_head_size:
-            return f"heads of {states.shape[1]} are larger than {max_head_size}"
-        if states.dtype not in dtypes:
-            return f"keys are {states.dtype}"
+    if layout is None:
+        return None
+    for layer in layout.layers:
+        for states in layer.per_token:
+            head_size = states.shape[1]
+            if max_head_size is not None and head_size > max_head_size:
+                return f"heads of {head_size} are larger than {max_head_size}"
+            if states.dtype not in dtypes:
+                return f"keys are {states.dtype}"
     return None
 
 
@@ -65,11 +68,15 @@ class DecodeLayer(CacheLayerMixin):
         assert states.keys
         assert states.values
         self.is_initialized = True
-        self.keys = self.values = torch.empty(0, device=device)
-        self.index, self.window = index, states.window
+        nothing = torch.empty(0, device=device)
+        self.keys = nothing
+        self.values = nothing
+        self.index = index
+        self.window = states.window
         self.num_key_heads, self.key_size = states.keys.shape
         self.value_size = states.values.shape[1]
-        self.key_dtype, self.value_dtype = states.keys.dtype, states.values.dtype
+        self.key_dtype = states.keys.dtype
+        self.value_dtype = states.values.dtype
         self.new_states: tuple[torch.Tensor, torch.Tensor] | None = None
         """The last update's key and value, by which the attention function finds its layer."""
 
@@ -79,8 +86,9 @@ class DecodeLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.new_states = key_states, value_states
-        return self.new_states
+        new_states = (key_states, value_states)
+        self.new_states = new_states
+        return new_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # The kernels read no mask.
@@ -109,37 +117,41 @@ class DecodeCache(Cache):
     """The paged cache, as a model sees it in decode steps of a backend."""
 
     def __init__(self, layout: CacheLayout, device: torch.device) -> None:
-        self.paged = [
-            DecodeLayer(index, states, device)
-            for index, states in enumerate(layout.layers)
-            if states.keys
-        ]
-        layers: list[Any] = [hf_compat.DummyLayer() for _ in layout.layers]
-        for layer in self.paged:
-            layers[layer.index] = layer
+        self.paged: list[DecodeLayer] = []
+        layers: list[Any] = []
+        for index, states in enumerate(layout.layers):
+            if states.keys:
+                layer = DecodeLayer(index, states, device)
+                self.paged.append(layer)
+                layers.append(layer)
+            else:
+                layers.append(hf_compat.DummyLayer())
         super().__init__(layers=layers)
         self.device = device
         self.is_recurrent = layout.is_recurrent
         self._attend: PagedAttention | None = None
 
     def mask(self, tokens_B1: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask of a decode step."""
-        # Models take a mask of four dimensions as it is, and the kernels ignore it; recurrent
-        # layers would read it.
-        return None if self.is_recurrent else tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
+        """Return the mask of a decode step, `[B, 1, 1, 1]`, or None."""
+        if self.is_recurrent:
+            # Recurrent layers would read it.
+            return None
+        # Models take a mask of four dimensions as it is, and the kernels ignore it.
+        return tokens_B1.new_ones(tokens_B1.shape[0], 1, 1, 1)
 
     @contextmanager
     def attending(self, inputs: "DecodeInputs") -> Iterator[None]:
-        """Have a forward with this cache attend over the pages of these inputs."""
+        """Make a forward with this cache attend over the pages of these inputs."""
         for layer in self.paged:
             layer.new_states = None
-        layers, recurrent = self.layers, inputs.recurrent
-        self.layers = [recurrent.get(index, layer) for index, layer in enumerate(layers)]
+        own_layers = self.layers
+        recurrent = inputs.recurrent
+        self.layers = [recurrent.get(index, layer) for index, layer in enumerate(own_layers)]
         self._attend = inputs.attend
         for layer in recurrent.values():
             layer.load(inputs.table_rows_B)
+        product = inputs.grouped_product
         try:
-            product = inputs.grouped_product
             with (
                 hf_compat.replacing_attention(self._attend_to_pages),
                 replacing_grouped_product(product) if product else nullcontext(),
@@ -149,13 +161,21 @@ class DecodeCache(Cache):
                 layer.save(inputs.table_rows_B.long())
         finally:
             # A reference kept here would keep released pages and states alive.
-            self._attend, self.layers = None, layers
+            self._attend = None
+            self.layers = own_layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
+
+    def layer_of(self, key: torch.Tensor) -> DecodeLayer | None:
+        """Return the layer whose last update returned this very key; None: there is none."""
+        for layer in self.paged:
+            if layer.new_states and layer.new_states[0] is key:
+                return layer
+        return None
 
     def _attend_to_pages(
         self,
@@ -169,11 +189,23 @@ class DecodeCache(Cache):
     ) -> tuple[torch.Tensor, None]:
         """Attend over the pages, in place of the attention function that the model looked up.
 
+        Args:
+            own_attention: the function that the model looked up.
+            module: the attention layer.
+            query: `[B, H, 1, D]`.
+            key: `[B, K, 1, D]`, as the layer's cache returned it.
+            value: `[B, K, 1, E]`.
+            attention_mask: that of `mask`, or None.
+            arguments: further arguments of the attention function.
+
+        Returns:
+            The outputs, `[B, 1, H, E]`, and no weights.
+
         Raises:
             UnsupportedAttentionError: the layer asks for what the kernels do not compute.
         """
         assert self._attend is not None, "the cache was used outside a step"
-        layer = next((x for x in self.paged if x.new_states and x.new_states[0] is key), None)
+        layer = self.layer_of(key)
         if layer is None:
             if any(layer.new_states for layer in self.paged):
                 raise UnsupportedAttentionError("its attention changes the keys that it caches")
@@ -206,18 +238,20 @@ def _spec(query: torch.Tensor, layer: DecodeLayer, arguments: dict[str, Any]) ->
     """Read a layer's attention from the arguments of its attention function."""
     rest = dict(arguments)
     scale = rest.pop("scaling", None)
-    window, softcap, sinks = (rest.pop(n, None) for n in ("sliding_window", "softcap", "s_aux"))
-    unknown = [
-        name
-        for name, value in rest.items()
-        if name not in HARMLESS_ARGUMENTS and value is not None and value is not False
-    ]
+    window = rest.pop("sliding_window", None)
+    softcap = rest.pop("softcap", None)
+    sinks_H = rest.pop("s_aux", None)
+    unknown: list[str] = []
+    for name, value in rest.items():
+        is_given = value is not None and value is not False
+        if is_given and name not in HARMLESS_ARGUMENTS:
+            unknown.append(name)
     if unknown or arguments.get("dropout"):
         raise UnsupportedAttentionError(f"its attention takes {', '.join(unknown or ['dropout'])}")
     if window != layer.window:
         raise UnsupportedAttentionError(
             f"its attention sees {window} tokens, its cache {layer.window}"
         )
-    return AttentionSpec(
-        query.shape[-1] ** -0.5 if scale is None else scale, window, softcap or None, sinks
-    )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return AttentionSpec(scale=scale, window=window, softcap=softcap or None, sinks_H=sinks_H)

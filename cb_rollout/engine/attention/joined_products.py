@@ -1,4 +1,4 @@
-"""Find the linear layers of a traced graph, and compute those of the same rows as one product."""
+"""Find the linear layers of a traced graph, and join those with the same input into one product."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,12 +30,19 @@ def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
     for node in graph.nodes:
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
             continue
+        # `mm` takes rows and a weight, `addmm` a bias before them.
         *biases, rows, transposed = node.args
-        shapes = [bias.meta["val"].shape for bias in biases]
-        if transposed.target is aten.t.default and shapes in ([], [node.meta["val"].shape[1:]]):
-            source = rows.args[0] if rows.target in RESHAPES else rows
-            key = source, transposed.meta["val"].shape[0], bool(biases)
-            groups.setdefault(key, []).append(LinearNode(node, rows, [transposed.args[0], *biases]))
+        if transposed.target is not aten.t.default:
+            continue
+        num_outputs = node.meta["val"].shape[1:]
+        if any(bias.meta["val"].shape != num_outputs for bias in biases):
+            continue
+        (weight,) = transposed.args
+        source = rows.args[0] if rows.target in RESHAPES else rows
+        num_inputs = transposed.meta["val"].shape[0]
+        key = (source, num_inputs, bool(biases))
+        layer = LinearNode(node=node, rows=rows, weights=[weight, *biases])
+        groups.setdefault(key, []).append(layer)
     return list(groups.values())
 
 
@@ -43,7 +50,8 @@ def replace_by_columns(graph: fx.Graph, layers: Sequence[LinearNode], product: f
     """Take the outputs of layers from the columns of one product, which stands before the first."""
     start = 0
     with graph.inserting_after(product):
-        for node in [layer.node for layer in layers]:
+        for layer in layers:
+            node = layer.node
             end = start + node.meta["val"].shape[1]
             columns = inductor.call_function(graph, aten.slice.Tensor, product, 1, start, end)
             node.replace_all_uses_with(columns)

@@ -12,7 +12,6 @@ longest prefix and segment.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +58,11 @@ class Segment(NamedTuple):
     @property
     def keys(self) -> list[int]:
         """Return the indices of all keys, those of the prefix first."""
-        return [*chain(*self.prefix), *self.own_keys]
+        indices: list[int] = []
+        for part in self.prefix:
+            indices += part
+        indices += self.own_keys
+        return indices
 
     @property
     def own_keys(self) -> range:
@@ -109,7 +112,8 @@ class PackedAttention:
             max_length: tokens of the longest sequence that may come; a layer that would hide some
                 of them by itself is refused. None: the longest of these segments.
         """
-        self._segments, self._device = segments, device
+        self._segments = segments
+        self._device = device
         self._num_tokens = sum(segment.length for segment in segments)
         self._num_keys = max(segment.own_keys.stop for segment in segments)
         self._longest = max_length or max(segment.num_keys for segment in segments)
@@ -119,31 +123,38 @@ class PackedAttention:
     @cached_property
     def _buckets(self) -> tuple[list[_Bucket], torch.Tensor | None]:
         """Buckets, and int64, the index of each token among their results; None: in their order."""
-        buckets = _of_one_size(self._segments)
-        tokens = [token for bucket in buckets for segment in bucket for token in segment.tokens]
-        is_ordered = tokens == list(range(self._num_tokens))
-        order = None if is_ordered else moved(torch.tensor(tokens).argsort(), self._device)
-        return [_bucket(segments, self._device) for segments in buckets], order
+        buckets: list[_Bucket] = []
+        tokens: list[int] = []
+        for segments in _of_one_size(self._segments):
+            buckets.append(_bucket(segments, self._device))
+            for segment in segments:
+                tokens += segment.tokens
+        if tokens == list(range(self._num_tokens)):
+            return buckets, None
+        return buckets, moved(torch.tensor(tokens).argsort(), self._device)
 
     @cached_property
     def _varlen_arguments(self) -> tuple[torch.Tensor | None, dict[str, Any]]:
         """The indices of keys, and transformers' arguments of unpadded flash attention.
 
-        Indices are None where they are all keys, in their order.
+        Indices are None if they select all keys in order.
         """
         keys: list[int] = []
-        ends_q, ends_k = [0], [0]
+        ends_q = [0]
+        ends_k = [0]
         for segment in self._segments:
             keys += segment.keys
             ends_q.append(ends_q[-1] + segment.length)
             ends_k.append(len(keys))
-        is_all = keys == list(range(max(keys) + 1))
-        return None if is_all else to_device(keys, self._device), {
+        arguments = {
             "cu_seq_lens_q": to_device(ends_q, self._device, torch.int32),
             "cu_seq_lens_k": to_device(ends_k, self._device, torch.int32),
             "max_length_q": max(segment.length for segment in self._segments),
             "max_length_k": max(segment.num_keys for segment in self._segments),
         }
+        if keys == list(range(max(keys) + 1)):
+            return None, arguments
+        return to_device(keys, self._device), arguments
 
     def __call__(
         self,
@@ -155,16 +166,25 @@ class PackedAttention:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return what the model's own attention function does for each sequence alone.
+        """Return the model's own attention, computed separately for each sequence.
 
-        Takes a query (1, H, N, D), a key (1, key heads, T, D), a value of as many heads, and the
-        mask of `no_mask` or None: segments define the mask. Returns (1, N, H, D), and no weights.
+        Args:
+            own_attention: the model's attention function.
+            module: the attention layer.
+            query: (1, H, N, D).
+            key: (1, key heads, T, D).
+            value: (1, key heads, T, size of a value).
+            attention_mask: that of `no_mask`, or None: segments define the mask.
+            kwargs: further arguments of the attention function.
+
+        Returns:
+            The outputs, (1, N, H, D), and no weights.
 
         Raises:
             ConfigurationError: the model's attention cannot be computed in segments.
         """
         self.num_calls += 1
-        sizes = query.shape[0], query.shape[2], key.shape[2]
+        sizes = (query.shape[0], query.shape[2], key.shape[2])
         if sizes != (1, self._num_tokens, self._num_keys):
             raise ConfigurationError("its attention sees other tokens than the packed ones")
         if attention_mask is not None and attention_mask.numel() > 1:
@@ -176,18 +196,25 @@ class PackedAttention:
         if implementation == "sdpa" and torch.is_autocast_enabled(query.device.type):
             # Autocast casts what sdpa takes, but knows no unpadded kernel.
             dtype = torch.get_autocast_dtype(query.device.type)
-            query, key, value = (states.to(dtype) for states in (query, key, value))
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
         if implementation.startswith("flash"):
             # Flash kernels of transformers 5.23 take the ends of queries and keys.
             indices, varlen = self._varlen_arguments
             if indices is not None:
-                key, value = key.index_select(2, indices), value.index_select(2, indices)
-            return own_attention(module, query, key, value, None, **(kwargs | varlen))[0], None
+                key = key.index_select(2, indices)
+                value = value.index_select(2, indices)
+            arguments = kwargs | varlen
+            return own_attention(module, query, key, value, None, **arguments)[0], None
         if implementation == "sdpa" and torch_compat.has_varlen(query, value, kwargs):
             return self._attend_varlen(query, key, value, window, kwargs.get("scaling"))
         dtype = hf_compat.attention_mask_dtype(implementation, query.dtype)
-        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
-        (buckets, order), outputs = self._buckets, []
+        queries = query[0].transpose(0, 1)
+        keys = key[0].transpose(0, 1)
+        values = value[0].transpose(0, 1)
+        buckets, order = self._buckets
+        outputs: list[torch.Tensor] = []
         for index, bucket in enumerate(buckets):
             mask = None
             if bucket.has_prefix or window is not None or dtype is not torch.bool:
@@ -204,10 +231,12 @@ class PackedAttention:
         return _chosen(torch.cat(outputs), order)[None], None
 
     def _mask(self, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return a bucket's mask, (C, 1, Q, K): True or 0 where a key is seen."""
-        if (mask := self._masks.get((index, window, dtype))) is not None:
-            return mask
-        bucket = self._buckets[0][index]
+        """Return a bucket's mask, (C, 1, Q, K): True or 0 for visible keys."""
+        known = self._masks.get((index, window, dtype))
+        if known is not None:
+            return known
+        buckets, _ = self._buckets
+        bucket = buckets[index]
         # Keys in the padding come after every key that a query sees.
         queries_Q1 = torch.arange(bucket.num_queries, device=self._device)[:, None]
         own_CQ1 = bucket.prefix_lengths + queries_Q1
@@ -232,16 +261,31 @@ class PackedAttention:
         window: int | None,
         scale: float | None,
     ) -> tuple[torch.Tensor, None]:
-        """Call PyTorch's own flash attention of segments, which sdpa has no arguments for."""
+        """Call PyTorch's own flash attention of segments, which sdpa has no arguments for.
+
+        Args:
+            query: as of `__call__`, as are key and value.
+            key: (1, key heads, T, D).
+            value: (1, key heads, T, size of a value).
+            window: newest tokens that are seen; None: all.
+            scale: multiplies the scores; None: one over the root of D.
+        """
         indices, varlen = self._varlen_arguments
-        queries, keys, values = (states[0].transpose(0, 1) for states in (query, key, value))
+        queries = query[0].transpose(0, 1)
+        keys = key[0].transpose(0, 1)
+        values = value[0].transpose(0, 1)
+        # Tokens before the query's own that it sees; -1: all.
+        num_before = -1 if window is None else window - 1
         output_NHD = torch_compat.varlen_of_grouped_heads(
             queries.contiguous(),
             _chosen(keys, indices).contiguous(),
             _chosen(values, indices).contiguous(),
-            *varlen.values(),
+            varlen["cu_seq_lens_q"],
+            varlen["cu_seq_lens_k"],
+            varlen["max_length_q"],
+            varlen["max_length_k"],
             scale=scale,
-            window_size=(-1 if window is None else window - 1, 0),
+            window_size=(num_before, 0),
         )
         return output_NHD[None], None
 
@@ -254,10 +298,12 @@ def _heads(
 
 
 def _chosen(states_NHD: torch.Tensor, indices: torch.Tensor | slice | None) -> torch.Tensor:
-    """Return the states at `indices`; None: all, without a copy."""
+    """Return the states at `indices`; all states, without a copy, for None."""
+    if indices is None:
+        return states_NHD
     if isinstance(indices, torch.Tensor):
         return states_NHD.index_select(0, indices)
-    return states_NHD if indices is None else states_NHD[indices]
+    return states_NHD[indices]
 
 
 def _of_one_size(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -267,45 +313,77 @@ def _of_one_size(segments: Sequence[Segment]) -> list[list[Segment]]:
         return segment.prefix_length > 0, -segment.length.bit_length(), -segment.num_keys
 
     buckets: list[list[Segment]] = []
-    has_prefix, num_pairs, Q, K = None, 0, 0, 0
+    # Of the last bucket: pairs without padding, longest segment, and most keys.
+    num_pairs = 0
+    Q = 0
+    K = 0
     for segment in sorted(segments, key=size):
-        num_rows = len(buckets[-1]) + 1 if Q else 0
-        own_pairs, most_keys = segment.length * segment.num_keys, max(K, segment.num_keys)
-        padded = num_rows * max(Q, segment.length) * most_keys
-        is_wide = padded > MAX_PADDED_PAIRS * (num_pairs + own_pairs) + CALL_PAIRS
-        is_large = num_rows * most_keys > MAX_BUCKET_KEYS
-        if not buckets or is_wide or is_large or has_prefix != (segment.prefix_length > 0):
+        if not buckets or not _fits(segment, buckets[-1], num_pairs, Q, K):
             buckets.append([])
-            has_prefix, num_pairs, Q, K = segment.prefix_length > 0, 0, 0, 0
+            num_pairs = 0
+            Q = 0
+            K = 0
         buckets[-1].append(segment)
-        num_pairs, Q, K = num_pairs + own_pairs, max(Q, segment.length), max(K, segment.num_keys)
+        num_pairs += segment.length * segment.num_keys
+        Q = max(Q, segment.length)
+        K = max(K, segment.num_keys)
     return buckets
 
 
+def _fits(segment: Segment, bucket: list[Segment], num_pairs: int, Q: int, K: int) -> bool:
+    """Return whether a segment may be computed with those of a bucket, padded.
+
+    Args:
+        segment: the one to add.
+        bucket: at least one segment.
+        num_pairs: pairs of queries and keys of the bucket, without padding.
+        Q: tokens of its longest segment.
+        K: keys of the segment with most.
+    """
+    has_prefix = segment.prefix_length > 0
+    if has_prefix != (bucket[0].prefix_length > 0):
+        return False
+    num_segments = len(bucket) + 1
+    most_keys = max(K, segment.num_keys)
+    num_padded = num_segments * max(Q, segment.length) * most_keys
+    num_own = num_pairs + segment.length * segment.num_keys
+    is_wide = num_padded > MAX_PADDED_PAIRS * num_own + CALL_PAIRS
+    is_large = num_segments * most_keys > MAX_BUCKET_KEYS
+    return not (is_wide or is_large)
+
+
 def _bucket(segments: list[Segment], device: torch.device) -> _Bucket:
-    Q, K = max(s.length for s in segments), max(s.num_keys for s in segments)
+    """Pad segments to one length, on a device."""
+    Q = max(segment.length for segment in segments)
+    K = max(segment.num_keys for segment in segments)
     queries: list[int] = []
     keys: list[int] = []
     kept: list[int] = []
     for segment in segments:
         kept += range(len(queries), len(queries) + segment.length)
-        queries += [*segment.tokens, *[segment.start] * (Q - segment.length)]
-        own = segment.keys
-        keys += [*own, *own[-1:] * (K - len(own))]
-    prefix_lengths = to_device([segment.prefix_length for segment in segments], device)
+        queries += segment.tokens
+        queries += [segment.start] * (Q - segment.length)
+        own_keys = segment.keys
+        keys += own_keys
+        keys += [own_keys[-1]] * (K - len(own_keys))
+    prefix_lengths = [segment.prefix_length for segment in segments]
+    has_padding = len(kept) < len(queries)
     return _Bucket(
-        len(segments),
-        Q,
-        K,
-        _range(queries) or to_device(queries, device),
-        _range(keys) or to_device(keys, device),
-        None if len(kept) == len(queries) else to_device(kept, device),
-        prefix_lengths.view(-1, 1, 1),
-        any(segment.prefix_length for segment in segments),
+        num_segments=len(segments),
+        num_queries=Q,
+        num_keys=K,
+        queries=_range(queries) or to_device(queries, device),
+        keys=_range(keys) or to_device(keys, device),
+        kept=to_device(kept, device) if has_padding else None,
+        prefix_lengths=to_device(prefix_lengths, device).view(-1, 1, 1),
+        has_prefix=any(prefix_lengths),
     )
 
 
 def _range(indices: list[int]) -> slice | None:
-    """Return the slice that is the same as these indices; None: there is none."""
-    first, end = indices[0], indices[0] + len(indices)
-    return slice(first, end) if indices == list(range(first, end)) else None
+    """Return the slice that equals these indices; None if no slice does."""
+    first = indices[0]
+    end = first + len(indices)
+    if indices == list(range(first, end)):
+        return slice(first, end)
+    return None

@@ -23,7 +23,7 @@ class BackendSelection:
 
     @property
     def name(self) -> str:
-        return self.backend.name if self.backend else "gathered"
+        return "gathered" if self.backend is None else self.backend.name
 
     def __str__(self) -> str:
         return f"decode attention: {self.name} ({self.reason})"
@@ -40,9 +40,12 @@ def select_backend(
         is_padded: whether one forward takes rows of different lengths.
     """
     reason = ""
-    for backend in (b for b in BACKENDS if b.device_type == device.type):
+    for backend in BACKENDS:
+        if backend.device_type != device.type:
+            continue
         obstacle = backend.obstacle(device, layout)
-        obstacle = obstacle or _model_obstacle(backend, layout, is_padded)
+        if obstacle is None:
+            obstacle = _model_obstacle(backend, layout, is_padded)
         if obstacle is None:
             return BackendSelection(backend, "kernels read the pages, with no gather")
         reason = reason or obstacle
@@ -58,4 +61,6 @@ def _model_obstacle(
             return "no layer keeps keys"
         if any(layer.index or layer.is_recurrent for layer in keyed):
             return "some layers keep more than keys and values"
-    return None if is_padded else "the model takes only rows of one length together"
+    if not is_padded:
+        return "the model takes only rows of one length together"
+    return None

@@ -16,7 +16,8 @@ import torch
 MIN_SHARED_TOKENS = 64
 
 # Fewest keys of one stretch, and the number that its keys are a multiple of.
-SHORT_STRETCH, STRETCH_INTERVAL = 256, 128
+SHORT_STRETCH = 256
+STRETCH_INTERVAL = 128
 
 # This many stretches per processor hide the latency of memory.
 STRETCHES_PER_PROCESSOR = 4
@@ -73,10 +74,15 @@ def shared_tiles(
         block_size: tokens of a block.
         rows_per_tile: most rows of a tile; larger groups get several.
     """
-    heads = [blocks[0] if len(blocks) > 1 else -1 - row for row, blocks in enumerate(block_ids)]
-    starts = [row for row in range(len(heads)) if row == 0 or heads[row] != heads[row - 1]]
-    tiles = []
-    for start, end in pairwise([*starts, len(heads)]):
+    starts: list[int] = []
+    for row, blocks in enumerate(block_ids):
+        before = block_ids[row - 1] if row else ()
+        # The last block may still be written to, so a single one is shared with nobody.
+        is_shared = len(before) > 1 and len(blocks) > 1 and before[0] == blocks[0]
+        if not is_shared:
+            starts.append(row)
+    tiles: list[Tile] = []
+    for start, end in pairwise([*starts, len(block_ids)]):
         if end - start < 2:
             continue
         num_tokens = num_common([blocks[:-1] for blocks in block_ids[start:end]]) * block_size
@@ -94,10 +100,17 @@ def num_common(rows: Sequence[Sequence[Any]]) -> int:
     for blocks in others:
         # Most groups share all, and lists are compared at once.
         if blocks[: len(common)] != common:
-            # A row may be shorter than what the others have in common, or longer.
-            pairs = zip(common, blocks, strict=False)
-            common = common[: next(at for at, (a, b) in enumerate(pairs) if a != b)]
+            common = common[: _first_difference(common, blocks)]
     return len(common)
+
+
+def _first_difference(row: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the index at which two rows differ; neither may be a prefix of the other."""
+    # One of them may be longer.
+    for index, (item, other_item) in enumerate(zip(row, other, strict=False)):
+        if item != other_item:
+            return index
+    raise AssertionError("one row begins with the other")
 
 
 def max_stretches(num_key_heads: int, num_processors: int) -> int:

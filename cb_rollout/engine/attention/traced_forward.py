@@ -1,10 +1,10 @@
-"""Run a model's decode forward by the model at first, and by a trace of it once that pays.
+"""Run a model's decode forward through the model at first, and from a trace once that pays off.
 
-Most of a small decode step on a CPU is not arithmetic but Python: modules, decorators, arguments
-passed on. A trace runs the same operators on the same weights and leaves the rest out. It is made
-from one forward of tensors without contents, so it cannot depend on the tokens. Attention stays a
-call to the step's `PagedAttention`, so a trace fits every length. On a GPU only a compiled trace
-is run: inductor fuses what lies between two matrix products into one kernel.
+On a CPU, a small decode step spends most of its time in Python: modules, decorators, argument
+passing. A trace runs the same operators on the same weights without this overhead. It is recorded
+from one forward on tensors without data, so it cannot depend on the tokens. Attention remains a
+call to the step's `PagedAttention`, so a trace works for every length. On a GPU, only compiled
+traces run: inductor fuses the operators between two matrix products into one kernel.
 
 Refuses to trace a forward that reads a number from a tensor, or that depends on the number of rows.
 Called by the thread that runs a decode step, and by captures of CUDA graphs.
@@ -22,10 +22,13 @@ from itertools import cycle, islice
 
 import torch
 from torch import fx
+from torch.nn import functional
 
-from cb_rollout.compat import inductor
+from cb_rollout.compat import dynamo, inductor
 from cb_rollout.compat.module_state import captured_weights
 from cb_rollout.compat.torch import has_hooks
+from cb_rollout.config.compilation import CompileSettings
+from cb_rollout.engine.attention.compiled_graph import CompilationFailedError, CompiledGraph
 from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
     DecodeCache,
@@ -37,11 +40,13 @@ from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.agreement import Precisely, agrees, computed_in, rounding_noise
 from cb_rollout.engine.numerics.higher_precision import higher_precision
+from cb_rollout.engine.numerics.redrawn_rounding import redrawn_rounding
 from cb_rollout.errors import error_text
 
-# With the same weights, tracing pays off after 64 steps, and on a CPU compiling parts of a trace,
-# which takes seconds, after 2,000.
-STEPS_BEFORE_TRACE = 64
+# With the same weights, tracing pays off after about 256 steps: SmolLM2's took 18 s on two cores,
+# and saved 60 ms of each step of 16 rows. On a CPU, compiling parts of a trace takes seconds, and
+# pays off after 2,000.
+STEPS_BEFORE_TRACE = 256
 STEPS_BEFORE_COMPILING = 2_000
 
 # Tracing never pays off for a model whose weights move at every sync.
@@ -49,6 +54,11 @@ MOST_TRACES = 3
 
 # A trace is tried at these positions, which every model that passed its check has.
 TRIED_POSITIONS = 8
+
+# Further forwards whose rounding errors stand for those of a trial. Of SmolLM2-135M in float32 the
+# errors of one forward are up to 11 times smaller than those of a trace, of these and it together
+# up to 4 times.
+NUM_REDRAWN = 4
 
 _LOGGER = logging.getLogger(__name__)
 _ATTENTION = threading.local()
@@ -59,12 +69,12 @@ class Tracing:
     """Settings of the traced forwards of one kind of device."""
 
     num_rows: int
-    """Rows of the traced forward, equal to no other size of a model, so that a dimension of this
-    size is the rows. Inductor chooses its tiles for so many."""
+    """Number of rows of the traced forward. No other size of a model equals it, so every dimension
+    of this size is the rows. Inductor chooses its tiles for this number."""
     tried_rows: Sequence[int]
     """A trace is compared with the model's own forward for these numbers of rows."""
     rewrite: Callable[[fx.Graph, list[torch.Tensor]], list[torch.Tensor]]
-    """Changes a graph in place, whose last inputs are these weights; returns its new weights."""
+    """Rewrites a graph, whose last inputs are these weights, in place; returns its new weights."""
     simplify: Callable[[fx.Graph, bool], None] | None
     """Prepares a graph to run in Python, in place; if told so, inductor compiles parts of it. None:
     inductor compiles the whole graph, or it is not run."""
@@ -77,7 +87,7 @@ class Traceable:
     decode: Callable[[DecodeInputs], torch.Tensor]
     """Runs the model, held in evaluation mode; returns logits in the model's dtype."""
     cache: DecodeCache
-    """Passed to the model as its cache; without recurrent layers."""
+    """The cache to pass to the model; without recurrent layers."""
     token_ids: Sequence[int]
     """Ids of the model's vocabulary to try the trace with; at least one."""
     dtype: torch.dtype = torch.float32
@@ -89,10 +99,15 @@ class Traceable:
         self, attend: PagedAttention, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
     ) -> torch.Tensor:
         """Run the model with this attention; return logits in its dtype."""
-        # Where torch's product of experts would wait for the device.
-        product, rows_B = torch.ops.cb_rollout.grouped_product, tokens_B1[:, 0]
         inputs = DecodeInputs(
-            self.cache, attend, tokens_B1, positions_B1, rows_B, grouped_product=product
+            cache=self.cache,
+            attend=attend,
+            tokens_B1=tokens_B1,
+            positions_B1=positions_B1,
+            # There are no recurrent states, so any numbers will do.
+            table_rows_B=tokens_B1[:, 0],
+            # Where torch's product of experts would wait for the device.
+            grouped_product=torch.ops.cb_rollout.grouped_product,
         )
         return self.decode(inputs)
 
@@ -112,6 +127,10 @@ class TracedForward:
         self._num_steps = 0
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._steps_before_compiling = math.inf
+        self.settings: CompileSettings | None = None
+        """Arguments of `torch.compile` for the trace; None: the engine's own, of inductor."""
+        self._row_interval = 0
+        self._max_graphs = 0
         self.obstacle = ""
         """The reason why the forward is not compiled; "": it is, or was not to be."""
         self._weights: list[object] = []
@@ -119,8 +138,10 @@ class TracedForward:
 
     def __str__(self) -> str:
         """Return a phrase for the log."""
+        if self.trace is not None and self.trace.is_compiled:
+            return "compiled"
         if self.trace is not None:
-            return "compiled" if self.trace.is_compiled else "from a trace"
+            return "from a trace"
         if self.obstacle:
             return "by the model, not compiled"
         if not self.can_trace:
@@ -131,7 +152,7 @@ class TracedForward:
 
     @property
     def can_be_traced(self) -> bool:
-        """Return whether the forward is only operators on its inputs."""
+        """Return whether the forward consists only of operators on its inputs."""
         return self._tracing is not None
 
     @property
@@ -148,28 +169,47 @@ class TracedForward:
 
     def compile(self) -> None:
         """Make a trace in the first step, and compile it."""
-        self._steps_before_compiling, self._steps_before_trace = -1, 0
+        self._steps_before_compiling = -1
+        self._steps_before_trace = 0
+
+    def compile_by(
+        self, settings: CompileSettings, *, row_interval: int = 0, max_graphs: int = 0
+    ) -> None:
+        """Make a trace in the first step, and compile it by `torch.compile` with these settings.
+
+        `row_interval` and `max_graphs` as `CompiledGraph` takes them.
+        """
+        self.settings = settings
+        self._row_interval = row_interval
+        self._max_graphs = max_graphs
+        self.compile()
 
     def compile_later(self) -> None:
-        """Make another trace once compiling it pays off, and compile that."""
+        """Make and compile another trace once compiling pays off."""
         self._steps_before_compiling = STEPS_BEFORE_COMPILING
 
     def check_weights(self, model: torch.nn.Module) -> None:
         """Drop the trace if a weight was replaced, an adapter switched, or a module has a hook.
 
-        A trace would not call a forward hook. It holds tensors, whose storages may be allocated
-        elsewhere.
+        A trace does not call forward hooks, and it refers to tensors that may be reallocated.
         """
         if not self.can_trace:
             return
         weights = captured_weights(model, by_address=False)
         self._has_hooks = has_hooks(model)
         if self._has_hooks or weights != self._weights:
-            self._weights, self.trace, self._num_steps = weights, None, 0
+            self._weights = weights
+            self.trace = None
+            self._num_steps = 0
+            if self.settings is not None and not self.can_trace:
+                self.obstacle = f"the weights moved {MOST_TRACES} times"
+                _LOGGER.warning("decode forwards are no longer compiled: %s", self.obstacle)
 
     def stay_untraced(self, obstacle: str = "") -> None:
         """Run the model itself from now on; `obstacle`: the reason why it is not compiled."""
-        self._num_traces, self.trace, self.obstacle = MOST_TRACES, None, obstacle
+        self._num_traces = MOST_TRACES
+        self.trace = None
+        self.obstacle = obstacle
 
     def count_step(self) -> bool:
         """Count a step on these weights; return whether to make a trace before it."""
@@ -178,42 +218,52 @@ class TracedForward:
         return self._num_steps > self._steps_before_trace and self._may_make_trace
 
     def _drop_uncompiled(self, num_steps: float) -> None:
-        """Drop a trace that is worth compiling for so many steps; it is not counted."""
+        """Drop a trace if compiling it pays off for this many steps; the drop is not counted."""
         is_worthwhile = num_steps > self._steps_before_compiling
         if is_worthwhile and self.trace is not None and not self.trace.is_compiled:
-            self._num_traces, self.trace = self._num_traces - 1, None
+            self._num_traces -= 1
+            self.trace = None
 
     def _stay_uncompiled(self, obstacle: str) -> None:
-        """Give up a compiled trace, which is not counted; the next one is not compiled."""
-        self._steps_before_compiling, self.obstacle = math.inf, obstacle
-        self._num_traces, self.trace = self._num_traces - 1, None
+        """Drop a compiled trace without counting it; the next trace is not compiled."""
+        self._steps_before_compiling = math.inf
+        self.obstacle = obstacle
+        self._num_traces -= 1
+        self.trace = None
 
     @property
     def _may_make_trace(self) -> bool:
         return self.trace is None and self.can_trace and not self._has_hooks
 
-    def run(self, inputs: DecodeInputs) -> torch.Tensor | None:
-        """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed."""
+    def run(self, inputs: DecodeInputs, *, raises: bool = False) -> torch.Tensor | None:
+        """Return float32 logits, `[B, V]`, from the trace; None: there is none, or it failed.
+
+        With `raises`, an exception is passed on, and the trace is kept.
+        """
         if self.trace is None:
             return None
         try:
             return self.trace(inputs.tokens_B1, inputs.positions_B1, inputs.attend)
         except Exception as error:
             # The model itself may succeed, but not where memory ran out.
-            if is_out_of_memory(error):
+            if raises or is_out_of_memory(error):
                 raise
-            _LOGGER.warning("a trace is given up after it failed: %s", error_text(error))
+            reason = error_text(dynamo.cause_of(error))
+            self._require_no_failure(reason, error)
+            _LOGGER.warning(
+                "a trace of the decode forward failed and is no longer used: %s", reason
+            )
             assert self._tracing is not None
             if self.trace.is_compiled and self._tracing.simplify is not None:
-                self._stay_uncompiled(error_text(error))
+                self._stay_uncompiled(reason)
             else:
                 self.stay_untraced()
             return None
 
     def warm_up(self, traceable: Traceable, num_steps: float = 0) -> None:
-        """Trace a forward if it may have a trace and has none, or go on without a trace.
+        """Trace the forward if it can be traced and has no trace yet.
 
-        `num_steps`: to come; the trace is compiled where that pays off.
+        `num_steps`: number of coming steps; the trace is compiled if that pays off.
         """
         num_steps = max(num_steps, self._num_steps)
         self._drop_uncompiled(num_steps)
@@ -223,28 +273,72 @@ class TracedForward:
         self._num_traces += 1
         is_compiled = num_steps > self._steps_before_compiling
         if is_compiled:
-            _LOGGER.info("decode forwards are compiled, which takes seconds")
+            self._announce_compilation()
         try:
-            self.trace = Trace(traceable, self._tracing, is_compiled=is_compiled)
+            self.trace = Trace(
+                traceable,
+                self._tracing,
+                is_compiled=is_compiled,
+                settings=self.settings if is_compiled else None,
+                row_interval=self._row_interval,
+                max_graphs=self._max_graphs,
+            )
             _LOGGER.info("decode forwards run %s", self)
         except Exception as error:  # noqa: BLE001  a trace fails no request, whatever is wrong
             # Where memory ran out, the model's own forward says so itself.
-            is_answer = isinstance(error, UntraceableError)
-            reason = str(error) if is_answer else error_text(error)
             if is_compiled:
-                # Where nothing else than a compiled trace runs, the engine warns of all its paths.
-                is_asked = self._compiles_at_once and self._tracing.simplify is not None
-                level = logging.WARNING if is_asked else logging.INFO
-                _LOGGER.log(level, "decode forwards are not compiled: %s", reason)
-                self._stay_uncompiled(reason)
-                return
-            self.stay_untraced()
-            level = logging.INFO if is_answer else logging.WARNING
-            _LOGGER.log(level, "decode forwards run by the model, not from a trace: %s", reason)
+                self._go_on_uncompiled(error)
+            else:
+                self._go_on_untraced(error)
+
+    def _go_on_uncompiled(self, error: Exception) -> None:
+        """Stop compiling after a compiled trace failed; raise if the settings require one."""
+        assert self._tracing is not None
+        reason = _reason_of(error)
+        self._require_no_failure(reason, error)
+        # Where nothing else than a compiled trace runs, the engine warns of all its paths.
+        runs_otherwise = self._tracing.simplify is not None
+        is_asked = self.settings is not None or (self._compiles_at_once and runs_otherwise)
+        level = logging.WARNING if is_asked else logging.INFO
+        _LOGGER.log(level, "decode forwards are not compiled: %s", reason)
+        self._stay_uncompiled(reason)
+
+    def _go_on_untraced(self, error: Exception) -> None:
+        """Stop tracing after a trace failed."""
+        self.stay_untraced()
+        is_answer = isinstance(error, UntraceableError)
+        level = logging.INFO if is_answer else logging.WARNING
+        reason = _reason_of(error)
+        _LOGGER.log(level, "decode forwards run by the model, not from a trace: %s", reason)
+
+    def _announce_compilation(self) -> None:
+        """Log that a compilation begins; a whole forward may take minutes."""
+        assert self._tracing is not None
+        if self._tracing.simplify is None:
+            _LOGGER.warning(
+                "compiling decode forwards now, which takes seconds to minutes; "
+                "use_default_compile_configs=False starts sooner but generates more slowly"
+            )
+        else:
+            _LOGGER.info("decode forwards are compiled, which takes seconds")
+
+    def _require_no_failure(self, reason: str, error: Exception) -> None:
+        """Raise `ConfigurationError` if the settings do not tolerate a failed compilation."""
+        settings = self.settings
+        if settings is not None and settings.raises_failure and not is_out_of_memory(error):
+            raise CompilationFailedError(
+                f"{settings.source}: decode steps cannot be compiled with it ({reason}); leave it "
+                "None."
+            ) from error
 
 
 class UntraceableError(Exception):
     """A model's forward cannot be traced."""
+
+
+def _reason_of(error: Exception) -> str:
+    """Return why a forward has no trace."""
+    return str(error) if isinstance(error, UntraceableError) else error_text(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +349,24 @@ class TracedGraph:
     """Takes token ids and positions, `[B, 1]`, and the weights; returns logits in their dtype."""
     weights: list[torch.Tensor]
     calls: list[tuple[DecodeLayer, AttentionSpec]]
-    """The layer and the attention of each `cb_rollout::attend`."""
+    """The layer and the attention spec of each `cb_rollout::attend` call."""
 
 
 def trace(traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Tensor) -> TracedGraph:
-    """Trace a decode forward of any number of rows, on tensors without contents.
+    """Trace a decode forward for any number of rows, on tensors without data.
 
     Raises:
         UntraceableError: the forward reads contents, or depends on the number of rows.
     """
+    module, calls = trace_module(traceable, tokens_B1, positions_B1)
+    weights = _lift_weights(module)
+    return TracedGraph(graph=module.graph, weights=weights, calls=calls)
+
+
+def trace_module(
+    traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Tensor
+) -> tuple[fx.GraphModule, list[tuple[DecodeLayer, AttentionSpec]]]:
+    """Trace as `trace` does; return a module that holds the weights, and the calls."""
     calls: list[tuple[DecodeLayer, AttentionSpec]] = []
 
     def record(
@@ -273,6 +376,7 @@ def trace(traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Ten
         value: torch.Tensor,
         spec: AttentionSpec,
     ) -> torch.Tensor:
+        """Attend through an operator that records this call; for `Args:` see `PagedAttention`."""
         calls.append((layer, spec))
         # As the pages keep it; what is attended has their dtype.
         value = value.to(layer.value_dtype)
@@ -287,7 +391,7 @@ def trace(traceable: Traceable, tokens_B1: torch.Tensor, positions_B1: torch.Ten
         raise UntraceableError(error_text(error)) from error
     if has_guards:
         raise UntraceableError("its forward depends on the number of rows")
-    return TracedGraph(module.graph, _lift_weights(module), calls)
+    return module, calls
 
 
 class Trace:
@@ -299,91 +403,187 @@ class Trace:
         tracing: Tracing,
         *,
         is_compiled: bool = False,
+        settings: CompileSettings | None = None,
+        row_interval: int = 0,
+        max_graphs: int = 0,
     ) -> None:
         """Trace a forward.
 
         Args:
             traceable: the forward.
             tracing: of the cache's device.
-            is_compiled: whether inductor compiles the graph.
+            is_compiled: whether the graph is compiled.
+            settings: arguments of `torch.compile`, which compiles the model's operators unchanged;
+                None: inductor compiles the graph that `tracing` rewrote.
+            row_interval: as `CompiledGraph` takes it.
+            max_graphs: as `CompiledGraph` takes it.
 
         Raises:
             UntraceableError: the forward reads contents, depends on the number of rows or does not
                 compile, or the trace computes something else.
         """
-        token_ids, device = traceable.token_ids, traceable.cache.device
-        traced = trace(traceable, *example(tracing.num_rows, token_ids, device))
+        self.is_compiled = is_compiled
+        self.compiled: CompiledGraph | None = None
+        """The graph as `torch.compile` has it; None: `settings` are."""
+        self._weights: list[torch.Tensor] = []
+        inputs = example(tracing.num_rows, traceable.token_ids, traceable.cache.device)
+        if settings is not None:
+            module, self._calls = trace_module(traceable, *inputs)
+            self.graph = module.graph
+            self.compiled = CompiledGraph(
+                module, settings, interval=row_interval, max_graphs=max_graphs
+            )
+            # Each size of a static graph is compiled, which takes seconds.
+            fewest = min(tracing.tried_rows)
+            tried_rows = [fewest] if settings.is_static else tracing.tried_rows
+            self._try(traceable, tried_rows)
+            return
+        traced = trace(traceable, *inputs)
         self.graph, self._calls = traced.graph, traced.calls
         self._weights = tracing.rewrite(self.graph, traced.weights)
-        self.is_compiled = is_compiled
+        self._compute = self._computation(tracing, is_compiled)
+        self._try(traceable, tracing.tried_rows)
+
+    def _computation(self, tracing: Tracing, is_compiled: bool) -> Callable[..., torch.Tensor]:
+        """Return the function that runs the rewritten graph."""
         try:
             if tracing.simplify is None:
                 assert is_compiled
-                self._compute = inductor.compile_graph(self.graph)
-            else:
-                tracing.simplify(self.graph, is_compiled)
-                self._compute = fx.GraphModule(torch.nn.Module(), self.graph).forward
+                return inductor.compile_graph(self.graph)
+            tracing.simplify(self.graph, is_compiled)
+            return fx.GraphModule(torch.nn.Module(), self.graph).forward
         except Exception as error:
             if not is_compiled:
                 raise
             raise UntraceableError(f"it does not compile: {error_text(error)}") from error
-        self._try(traceable, tracing.tried_rows)
 
     def __call__(
         self, tokens_B1: torch.Tensor, positions_B1: torch.Tensor, attend: PagedAttention
     ) -> torch.Tensor:
         """Return float32 logits, `[B, V]`."""
-        _ATTENTION.attend, _ATTENTION.calls = attend, self._calls
+        if self.compiled is not None:
+            return self._run_compiled(self.compiled, tokens_B1, positions_B1, attend)
+        _ATTENTION.attend = attend
+        _ATTENTION.calls = self._calls
         try:
             # Only operators run here, so no inference tensor outlives the call.
             with torch.inference_mode():
                 return self._compute(tokens_B1, positions_B1, *self._weights)
         finally:
-            _ATTENTION.attend = _ATTENTION.calls = None
+            _ATTENTION.attend = None
+            _ATTENTION.calls = None
+
+    def _run_compiled(
+        self,
+        compiled: CompiledGraph,
+        tokens_B1: torch.Tensor,
+        positions_B1: torch.Tensor,
+        attend: PagedAttention,
+    ) -> torch.Tensor:
+        """Return float32 logits, `[B, V]`; rows are padded to a compiled size."""
+        num_rows = len(tokens_B1)
+        padded = compiled.padded(num_rows)
+        if padded > num_rows:
+            padding = (0, 0, 0, padded - num_rows)
+            tokens_B1 = functional.pad(tokens_B1, padding)
+            positions_B1 = functional.pad(positions_B1, padding)
+            attend = _without_padding(attend, num_rows)
+        _ATTENTION.attend = attend
+        _ATTENTION.calls = self._calls
+        try:
+            return compiled((padded,), tokens_B1, positions_B1)[:num_rows]
+        finally:
+            _ATTENTION.attend = None
+            _ATTENTION.calls = None
 
     def _try(self, traceable: Traceable, tried_rows: Sequence[int]) -> None:
-        """Raise `UntraceableError` if the trace and the model differ by more than rounding.
+        """Raise `UntraceableError` if the trace differs from the model by more than rounding.
 
-        Rounding is measured with most rows, which begin with the rows of each smaller batch.
+        Rounding is measured on the largest batch, whose first rows are those of each smaller batch.
         """
-        token_ids, device = traceable.token_ids, traceable.cache.device
+        token_ids = traceable.token_ids
+        device = traceable.cache.device
 
         def run(num_rows: int) -> torch.Tensor:
             with torch.no_grad():
                 inputs = example(num_rows, token_ids, device)
                 return traceable.run(attend_to_new_token, *inputs)
 
-        most, dtype, noise_B = max(tried_rows), traceable.dtype, None
-        if not operators.are_installed():
-            other = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
-            higher_BV = computed_in(other, lambda: run(most), traceable.precisely)
-            noise_B = rounding_noise(run(most), higher_BV, dtype)
+        most = max(tried_rows)
+        noise_B = trial_noise(lambda: run(most), traceable.dtype, traceable.precisely)
         for num_rows in tried_rows:
             try:
                 found_BV = self(*example(num_rows, token_ids, device), attend_to_new_token)
             except Exception as error:
-                raise UntraceableError(f"with {num_rows} rows: {error_text(error)}") from error
-            if reason := _difference(found_BV, run(num_rows), noise_B):
+                reason = error_text(dynamo.cause_of(error))
+                raise UntraceableError(f"with {num_rows} rows: {reason}") from error
+            expected_BV = run(num_rows)
+            noise = None if noise_B is None else noise_B[:num_rows]
+            reason = difference(found_BV, expected_BV, noise)
+            if reason:
                 computed = f"with {num_rows} rows it computes something else"
                 raise UntraceableError(f"{computed}: {reason}")
 
 
-def _difference(
+def _without_padding(attend: PagedAttention, num_rows: int) -> PagedAttention:
+    """Return an attention that computes only the first rows; other outputs are 0."""
+
+    def attend_to_first(
+        layer: DecodeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """Attend in the first rows; Args: see `PagedAttention`."""
+        num_padded = len(query) - num_rows
+        outputs = attend(layer, query[:num_rows], key[:num_rows], value[:num_rows], spec)
+        return functional.pad(outputs, (0, 0, 0, 0, 0, 0, 0, num_padded))
+
+    return attend_to_first
+
+
+def trial_noise(
+    run: Callable[[], torch.Tensor], dtype: torch.dtype, precisely: Precisely
+) -> torch.Tensor | None:
+    """Return the rounding noise of each row in `dtype`; None: no bit may differ.
+
+    It is the root-mean-square of several forwards, because a single one can be far too accurate by
+    chance.
+    """
+    if operators.are_installed():
+        return None
+    other = torch.float32 if dtype.itemsize < torch.float32.itemsize else torch.float64
+    higher_BV = computed_in(other, run, precisely)
+    noise_B = rounding_noise(run(), higher_BV, dtype)
+    if higher_BV is None:
+        return noise_B
+    squares = [noise_B.square()]
+    for seed in range(NUM_REDRAWN):
+        with redrawn_rounding(dtype, seed):
+            redrawn_BV = run()
+        squares.append(rounding_noise(redrawn_BV, higher_BV, dtype).square())
+    return torch.stack(squares).mean(0).sqrt()
+
+
+def difference(
     found_BV: torch.Tensor, expected_BV: torch.Tensor, noise_B: torch.Tensor | None
 ) -> str:
-    """Return how logits differ by more than a noise, or by any bit if it is None; "": not."""
+    """Return how logits differ beyond `noise`, or in any bit if it is None; "": they agree."""
     if found_BV.shape != expected_BV.shape:
         return f"logits of shape {tuple(found_BV.shape)}, not {tuple(expected_BV.shape)}"
+    if noise_B is None and torch.equal(found_BV, expected_BV):
+        return ""
     if noise_B is None:
-        return "" if torch.equal(found_BV, expected_BV) else "other bits"
-    agreement = agrees(found_BV, expected_BV, noise_B[: len(found_BV)])
+        return "other bits"
+    agreement = agrees(found_BV, expected_BV, noise_B)
     return "" if agreement else str(agreement)
 
 
 def example(
     num_rows: int, token_ids: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a token and a position of each row, as different as the model allows."""
+    """Return a token and a position for each row, as different as the model allows."""
     tokens = list(islice(cycle(token_ids), num_rows))
     tokens_B1 = torch.tensor(tokens, device=device)[:, None]
     return tokens_B1, torch.arange(num_rows, device=device)[:, None] % TRIED_POSITIONS + 1
@@ -396,10 +596,26 @@ def attend_to_new_token(
     value: torch.Tensor,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Attend to the new token alone, so that the output depends on every input."""
+    """Attend only to the new token, such that the output depends on every input.
+
+    Keys are shifted by one channel. Otherwise the output would not depend on the position: RoPE
+    rotates a query and a key at the same position by the same angles, which cancel in their
+    product.
+
+    Args:
+        layer: the layer that attends.
+        query: `[B, H, 1, D]`.
+        key: `[B, key heads, 1, D]`.
+        value: `[B, key heads, 1, E]`.
+        spec: the layer's attention; only its scale is used here.
+
+    Returns:
+        `[B, 1, H, E]`, in the dtype of the pages of values.
+    """
     times = query.shape[1] // key.shape[1]
-    keys, values = (states.repeat_interleave(times, 1) for states in (key, value))
-    scores = (query * keys).sum(-1, keepdim=True) * spec.scale
+    keys = key.repeat_interleave(times, 1)
+    values = value.repeat_interleave(times, 1)
+    scores = (query * keys.roll(1, -1)).sum(-1, keepdim=True) * spec.scale
     outputs = (values * scores.sigmoid()).to(layer.value_dtype)
     return outputs.transpose(1, 2).contiguous()
 
@@ -419,7 +635,8 @@ def _lift_weights(module: fx.GraphModule) -> list[torch.Tensor]:
         if name not in inputs:
             weights.append(operator.attrgetter(name)(module))
             with graph.inserting_after(last):
-                last = inputs[name] = graph.placeholder(f"weight_{len(inputs)}")
+                last = graph.placeholder(f"weight_{len(inputs)}")
+            inputs[name] = last
             last.meta["val"] = inductor.fake_weight(graph, weights[-1])
         node.replace_all_uses_with(inputs[name])
         graph.erase_node(node)

@@ -10,8 +10,7 @@ B: rows of a graph, N: most rows, V: vocabulary, U: different parameters.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,14 +47,32 @@ PLAIN_SAMPLING = GraphSampling()
 
 
 def _numbers(params: SamplingParams) -> dict[Line, float]:
-    is_greedy, is_truncated = params.is_greedy, params.is_truncated
-    return {
-        Line.IS_GREEDY: is_greedy,
-        Line.TEMPERATURE: 1.0 if is_greedy else params.temperature,
-        Line.TOP_K: params.top_k if is_truncated else 0,
-        Line.TOP_P: max(params.top_p, LEAST_TOP_P) if is_truncated else 1.0,
-        Line.MIN_P: params.min_p if is_truncated else 0.0,
+    """Return a request's parameters as the kernels read them; unused ones are neutral."""
+    numbers: dict[Line, float] = {
+        Line.IS_GREEDY: params.is_greedy,
+        Line.TEMPERATURE: 1.0,
+        Line.TOP_K: 0,
+        Line.TOP_P: 1.0,
+        Line.MIN_P: 0.0,
     }
+    if not params.is_greedy:
+        numbers[Line.TEMPERATURE] = params.temperature
+    if params.is_truncated:
+        numbers[Line.TOP_K] = params.top_k
+        numbers[Line.TOP_P] = max(params.top_p, LEAST_TOP_P)
+        numbers[Line.MIN_P] = params.min_p
+    return numbers
+
+
+class _Buffers(NamedTuple):
+    """Buffers that graphs write between their kernels."""
+
+    kept_NV: torch.Tensor
+    """In the logits' dtype: the logits of rows that keep them."""
+    measures: torch.Tensor
+    """float32, `[N, NUM_MEASURES, parts]`."""
+    limits: torch.Tensor
+    """float32, `[N, NUM_LIMITS]`."""
 
 
 class GraphSampler:
@@ -67,7 +84,7 @@ class GraphSampler:
         """float64, `[N, NUM_RESULTS]`."""
         self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
         # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
-        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._buffers: _Buffers | None = None
 
     def forget(self) -> None:
         """Drop the buffers that graphs write, after the graphs."""
@@ -76,18 +93,29 @@ class GraphSampler:
     def kept(self, num_rows: int) -> torch.Tensor:
         """Return the logits of a step that kept them, in the model's dtype, `[num_rows, V]`."""
         assert self._buffers is not None, "no step has run"
-        return self._buffers[0][:num_rows]
+        return self._buffers.kept_NV[:num_rows]
 
     def lines(self, requests: Sequence[Request]) -> Mapping[Line, Sequence[float] | np.ndarray]:
-        distinct = distinct_params(requests)
-        indices = {id(params): index for index, params in enumerate(distinct)}
-        numbers = [_numbers(params) for params in distinct]
-        numbers_UC = np.array([[*of_params.values()] for of_params in numbers])
-        numbers_BC = numbers_UC[[indices[id(request.params)] for request in requests]]
-        return dict(zip(numbers[0], numbers_BC.T, strict=True)) | {
-            Line.SEED: [request.seed for request in requests],
-            Line.INDEX: [len(r.token_ids) - len(r.prompt_ids) for r in requests],
-        }
+        """Return the lines of `GraphInputs` that say how each row is sampled."""
+        # Most requests share their parameters: each kind is converted once.
+        index_of_params: dict[int, int] = {}
+        numbers: list[list[float]] = []
+        names: list[Line] = []
+        for params in distinct_params(requests):
+            of_params = _numbers(params)
+            names = list(of_params)
+            index_of_params[id(params)] = len(numbers)
+            numbers.append(list(of_params.values()))
+        numbers_UC = np.array(numbers)
+        indices_B = [index_of_params[id(request.params)] for request in requests]
+        numbers_BC = numbers_UC[indices_B]
+
+        lines: dict[Line, Sequence[float] | np.ndarray] = {}
+        for name, column_B in zip(names, numbers_BC.T, strict=True):
+            lines[name] = column_B
+        lines[Line.SEED] = [request.seed for request in requests]
+        lines[Line.INDEX] = [len(r.token_ids) - len(r.prompt_ids) for r in requests]
+        return lines
 
     def sample(self, logits_BV: torch.Tensor, lines_LN: torch.Tensor) -> None:
         """Sample each row, and write the results and the next step's inputs; or keep the logits.
@@ -97,24 +125,42 @@ class GraphSampler:
         # Triton is an optional dependency.
         from cb_rollout.engine.cuda_graphs import sampling_kernels as kernels
 
-        (B, V), N = logits_BV.shape, lines_LN.shape[1]
+        B, V = logits_BV.shape
+        N = lines_LN.shape[1]
         num_parts = -(-V // kernels.CHUNK)
         if self._buffers is None:
             # In a run before a capture: outside of its pool.
-            new = partial(logits_BV.new_empty, dtype=torch.float32)
-            measures, limits = new(N, 5, num_parts), new(N, 3)
-            self._buffers = logits_BV.new_empty(N, V), measures, limits
-        kept_NV, measures, limits = self._buffers
+            self._buffers = _Buffers(
+                kept_NV=logits_BV.new_empty(N, V),
+                measures=logits_BV.new_empty(N, 5, num_parts, dtype=torch.float32),
+                limits=logits_BV.new_empty(N, 3, dtype=torch.float32),
+            )
+        buffers = self._buffers
         if logits_BV.stride(1) != 1:
             logits_BV = logits_BV.contiguous()
-        rows = lines_LN, self._never_sampled, N, logits_BV.stride(0), V, num_parts
-        never = len(self.sampling.never_sampled)
-        fixed: dict[str, Any] = {"NUM_NEVER": never, "CHUNK": kernels.CHUNK}
-        kernels.measure_kernel[(B, num_parts)](
-            logits_BV, kept_NV, measures, *rows, **fixed, num_warps=8
+        # What all three kernels take.
+        shared: dict[str, Any] = {
+            "logits": logits_BV,
+            "measures": buffers.measures,
+            "lines": lines_LN,
+            "never": self._never_sampled,
+            "line_stride": N,
+            "logits_stride": logits_BV.stride(0),
+            "vocab_size": V,
+            "num_parts": num_parts,
+            "NUM_NEVER": len(self.sampling.never_sampled),
+            "CHUNK": kernels.CHUNK,
+        }
+        parts_width = 1 << (num_parts - 1).bit_length()
+        kernels.measure_kernel[(B, num_parts)](kept=buffers.kept_NV, **shared, num_warps=8)
+        kernels.truncate_kernel[(B,)](
+            limits=buffers.limits, **shared, PARTS_WIDTH=parts_width, num_warps=16
         )
-        fixed["PARTS_WIDTH"] = 1 << (num_parts - 1).bit_length()
-        inputs = logits_BV, measures, limits
-        kernels.truncate_kernel[(B,)](*inputs, *rows, **fixed, num_warps=16)
-        fixed["IS_PROCESSED"] = self.sampling.mode == LogprobsMode.PROCESSED
-        kernels.draw_kernel[(B,)](*inputs, self.results, *rows, **fixed, num_warps=16)
+        kernels.draw_kernel[(B,)](
+            limits=buffers.limits,
+            results=self.results,
+            **shared,
+            IS_PROCESSED=self.sampling.mode == LogprobsMode.PROCESSED,
+            PARTS_WIDTH=parts_width,
+            num_warps=16,
+        )

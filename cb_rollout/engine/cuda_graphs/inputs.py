@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from cb_rollout.engine.attention.shared_prefix import shared_tiles
+from cb_rollout.engine.attention.shared_prefix import Tile, shared_tiles
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request, distinct_params
@@ -76,33 +76,39 @@ class GraphInputs:
     ) -> None:
         """Write the rows of one new token, and the sequence and sampling parameters of each.
 
-        `rows_per_tile`: most rows that read a shared prefix together. Without `sampling` a step
-        keeps logits.
+        Args:
+            batch: the rows.
+            rows_per_tile: most rows that read a shared prefix together; 0: none do.
+            requests: the sequence of each row.
+            sampling: the lines of `GraphSampler.lines`; None: the step keeps logits.
         """
-        size = batch.table.block_size
-        pairs = zip(batch.block_ids, batch.lengths, strict=True) if batch.block_ids else ()
-        block_ids = [blocks[: -(-length // size)] for blocks, length in pairs]
-        tiles = shared_tiles(block_ids, size, rows_per_tile)
-        shared = [0] * len(batch)
+        tiles = _tiles(batch, rows_per_tile)
+        num_shared = [0] * len(batch)
         for tile in tiles:
-            last = tile.first_row + tile.num_rows
-            shared[tile.first_row : last] = [tile.num_tokens] * tile.num_rows
+            end = tile.first_row + tile.num_rows
+            num_shared[tile.first_row : end] = [tile.num_tokens] * tile.num_rows
         lines: dict[Line, Sequence[float] | np.ndarray] = {
             Line.TOKEN: [token_id for (token_id,) in batch.new_tokens],
             Line.LENGTH: batch.lengths,
             Line.TABLE_ROW: batch.table_rows,
             Line.POSITION_OFFSET: batch.position_offsets,
-            Line.NUM_SHARED: shared,
+            Line.NUM_SHARED: num_shared,
             Line.TILE_FIRST: [tile.first_row for tile in tiles],
             Line.TILE_COUNT: [tile.num_rows for tile in tiles],
         }
-        lines |= {Line.IS_KEPT: [1] * len(batch)} if sampling is None else sampling
+        if sampling is None:
+            lines[Line.IS_KEPT] = [1] * len(batch)
+        else:
+            lines |= sampling
         host = np.zeros(tuple(self.tensor.shape), np.int64)
         for line, values in lines.items():
-            row = host[line].view(np.float64) if line in NUMBERS else host[line]
+            row = host[line]
+            if line in NUMBERS:
+                row = row.view(np.float64)
             row[: len(values)] = values
         self.tensor.copy_(devices.moved(torch.from_numpy(host), self.tensor.device))
-        self.num_rows, self.has_shared = len(batch), bool(tiles)
+        self.num_rows = len(batch)
+        self.has_shared = bool(tiles)
         self.is_plain = not any(p.is_truncated for p in distinct_params(requests))
         self._requests = list(requests)
         self._rows_B = np.arange(len(requests))
@@ -132,7 +138,8 @@ class GraphInputs:
             index = {request: at for at, request in enumerate(self._requests)}
             kept = [index[request] for request in requests]
             emptied = np.delete(self._rows_B, kept).tolist()
-            self._requests, self._rows_B = list(requests), self._rows_B[kept]
+            self._requests = list(requests)
+            self._rows_B = self._rows_B[kept]
             self._lengths = [self._lengths[at] for at in kept]
             if emptied:
                 rows_R = devices.to_device(emptied, self.tensor.device)
@@ -148,3 +155,15 @@ class GraphInputs:
             yield
         finally:
             self.tensor.copy_(contents)
+
+
+def _tiles(batch: ForwardBatch, rows_per_tile: int) -> list[Tile]:
+    """Find the neighbouring rows that read a shared prefix together; see `GraphInputs.load`."""
+    if not rows_per_tile or not batch.block_ids:
+        return []
+    block_size = batch.table.block_size
+    used_blocks = []
+    for blocks, length in zip(batch.block_ids, batch.lengths, strict=True):
+        num_used = -(-length // block_size)
+        used_blocks.append(blocks[:num_used])
+    return shared_tiles(used_blocks, block_size, rows_per_tile)

@@ -1,15 +1,15 @@
 """Define the Triton kernels that sample inside a captured step, in one pass over the logits.
 
-`measure_kernel` reads each part of a row once: its largest score and the sum of exponentials, of
-the model's own distribution and of the one that is sampled from. `truncate_kernel` searches the
-least weight that top-k, top-p and min-p keep, a digit of its bits at a time, and skips parts whose
-largest weight is less. `draw_kernel` joins the parts, draws a token from one uniform number in one
-part, and writes the next step's inputs. The last two run a program a row, and end at once where a
-row asks for nothing.
+`measure_kernel` reads each part of a row once and computes its largest score and its sum of
+exponentials, both for the model's distribution and for the sampled one. `truncate_kernel` searches
+for the smallest weight that top-k, top-p and min-p keep, a few bits at a time, and skips parts
+whose largest weight is smaller. `draw_kernel` joins the parts, draws a token from one uniform
+number in one part, and writes the next step's inputs. The last two run one program per row, which
+ends at once if the row needs nothing.
 
-A score is a logit over the temperature, or -inf of a token that is never sampled. A weight is the
-exponential of a score less the row's largest. A part is `CHUNK` tokens whatever the batch, so sums
-do not depend on other rows. `sampling.draw` is the reference.
+A score is a logit divided by the temperature, or -inf for a token that is never sampled. A weight
+is the exponential of a score minus the row's largest score. A part is `CHUNK` tokens in every
+batch, so sums do not depend on other rows. `sampling.draw` is the reference.
 """
 
 import triton
@@ -22,15 +22,26 @@ CHUNK = 4096
 
 # What is stored of each part: the model's own distribution, the one that is sampled from, and the
 # sum that truncation keeps, relative to the row's largest score.
-OWN_LARGEST, OWN_SUM, LARGEST, SUM, KEPT_SUM, NUM_MEASURES = (tl.constexpr(i) for i in range(6))
+OWN_LARGEST = tl.constexpr(0)
+OWN_SUM = tl.constexpr(1)
+LARGEST = tl.constexpr(2)
+SUM = tl.constexpr(3)
+KEPT_SUM = tl.constexpr(4)
+NUM_MEASURES = tl.constexpr(5)
 
 # What is stored of a truncated row.
-LEAST_WEIGHT, LOG_MASS, NUM_KEPT, NUM_LIMITS = (tl.constexpr(i) for i in range(4))
+LEAST_WEIGHT = tl.constexpr(0)
+LOG_MASS = tl.constexpr(1)
+NUM_KEPT = tl.constexpr(2)
+NUM_LIMITS = tl.constexpr(3)
 
 # What is stored of each row's token, in float64.
-TOKEN, LOGPROB, IS_VALID, IS_POSSIBLE, RESULT_LOG_MASS, RESULT_NUM_KEPT = (
-    tl.constexpr(i) for i in range(6)
-)
+TOKEN = tl.constexpr(0)
+LOGPROB = tl.constexpr(1)
+IS_VALID = tl.constexpr(2)
+IS_POSSIBLE = tl.constexpr(3)
+RESULT_LOG_MASS = tl.constexpr(4)
+RESULT_NUM_KEPT = tl.constexpr(5)
 NUM_RESULTS = tl.constexpr(6)
 
 # Bits of a weight in float32 that are searched, two at a time: the sign is 0, and so is the next.
@@ -77,14 +88,32 @@ def _is_truncated(lines, line_stride, row):
 
 @triton.jit
 def _read(logits, logits_stride, row, ids, vocab_size):
-    """Return the model's logits of some tokens of a row."""
+    """Return the model's logits of some tokens of a row, float32; -inf beyond the vocabulary.
+
+    Args:
+        logits: of all rows, in the model's dtype.
+        logits_stride: numbers from one row to the next.
+        row: the row's index.
+        ids: the tokens.
+        vocab_size: numbers of a row.
+    """
     at = logits + row.to(tl.int64) * logits_stride + ids
     return tl.load(at, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _scores(values, ids, lines, line_stride, row, never, NUM_NEVER: tl.constexpr):
-    """Return the scores that a row samples from, of some logits of the model."""
+    """Return the scores that a row samples from, given some of the model's logits.
+
+    Args:
+        values: the model's logits of these tokens, float32.
+        ids: the tokens.
+        lines: of `GraphInputs`.
+        line_stride: numbers from one line to the next.
+        row: the row's index.
+        never: token ids that are never sampled.
+        NUM_NEVER: how many they are.
+    """
     for place in tl.static_range(NUM_NEVER):
         values = tl.where(ids == tl.load(never + place), float("-inf"), values)
     return values / _number(lines, line_stride, row, TEMPERATURE_LINE)
@@ -92,7 +121,7 @@ def _scores(values, ids, lines, line_stride, row, never, NUM_NEVER: tl.constexpr
 
 @triton.jit
 def _read_scores(source, row, ids, NUM_NEVER: tl.constexpr):
-    """Return the scores of some tokens of a row, that it samples from."""
+    """Return the scores of some of a row's tokens, which it samples from."""
     logits, lines, never, line_stride, logits_stride, vocab_size = source
     values = _read(logits, logits_stride, row, ids, vocab_size)
     return _scores(values, ids, lines, line_stride, row, never, NUM_NEVER)
@@ -110,7 +139,21 @@ def measure_kernel(
     line_stride, logits_stride, vocab_size, num_parts,
     NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Measure one part of a row, or keep its logits."""
+    """Measure one part of a row, or keep its logits. Runs one program per part and row.
+
+    Args:
+        logits: of all rows, in the model's dtype.
+        kept: logits of rows that keep them, to write to.
+        measures: float32, `[rows, NUM_MEASURES, num_parts]`, to write to.
+        lines: of `GraphInputs`.
+        never: token ids that are never sampled.
+        line_stride: numbers from one line to the next.
+        logits_stride: numbers from one row of logits to the next.
+        vocab_size: tokens of the vocabulary.
+        num_parts: parts of a row.
+        NUM_NEVER: length of `never`.
+        CHUNK: tokens of a part.
+    """
     row = tl.program_id(0)
     part = tl.program_id(1)
     if _integer(lines, line_stride, row, LENGTH_LINE) > 0:
@@ -139,10 +182,22 @@ def _search(
     source, largest_of_parts, num_parts, row, largest, least, target,
     IS_MASS: tl.constexpr, NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest weight such that tokens of this weight or more reach a target; 0: none.
+    """Return the largest weight at which tokens of at least this weight reach a target; else 0.
 
     The target is a number of tokens, or with `IS_MASS` a sum of weights that are at least `least`.
-    Each pass settles two bits: it tries three weights.
+    Each pass tries three weights, which decides two bits.
+
+    Args:
+        source: arguments of `_read_scores`.
+        largest_of_parts: largest score of each part.
+        num_parts: parts of the row.
+        row: the row's index.
+        largest: the row's largest score.
+        least: least weight that counts.
+        target: number or sum to reach.
+        IS_MASS: True: the target is a sum of weights.
+        NUM_NEVER: number of token ids that are never sampled.
+        CHUNK: tokens of a part.
     """
     found = 0
     for digit in range(NUM_DIGITS):
@@ -174,7 +229,20 @@ def _search(
 def _kept(
     source, measures, num_parts, row, largest, least, NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Store the sum of each part's weights that are at least `least`; return all, and how many."""
+    """Store, for each part, the sum of the weights that are at least `least`.
+
+    Returns the sum of all these weights, and their number.
+
+    Args:
+        source: arguments of `_read_scores`.
+        measures: of the row; `KEPT_SUM` is written.
+        num_parts: parts of the row.
+        row: the row's index.
+        largest: the row's largest score.
+        least: least weight that is kept.
+        NUM_NEVER: number of token ids that are never sampled.
+        CHUNK: tokens of a part.
+    """
     mass = 0.0
     count = 0
     for part in range(num_parts):
@@ -197,10 +265,24 @@ def truncate_kernel(
     line_stride, logits_stride, vocab_size, num_parts,
     NUM_NEVER: tl.constexpr, CHUNK: tl.constexpr, PARTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Find the least weight that a row's top-k, top-p and min-p keep.
+    """Find the least weight that a row's top-k, top-p and min-p keep. Runs a program for each row.
 
     Each rule keeps the most likely tokens down to some weight; equally likely ones stay or go
     together. Top-p counts what top-k keeps.
+
+    Args:
+        logits: as of `measure_kernel`.
+        measures: written by `measure_kernel`; `KEPT_SUM` is written here.
+        limits: float32, `[rows, NUM_LIMITS]`, to write to.
+        lines: as of `measure_kernel`.
+        never: as of `measure_kernel`.
+        line_stride: as of `measure_kernel`.
+        logits_stride: as of `measure_kernel`.
+        vocab_size: as of `measure_kernel`.
+        num_parts: as of `measure_kernel`.
+        NUM_NEVER: as of `measure_kernel`.
+        CHUNK: as of `measure_kernel`.
+        PARTS_WIDTH: the next power of two of `num_parts`.
     """
     row = tl.program_id(0)
     if _is_sampled(lines, line_stride, row) & _is_truncated(lines, line_stride, row):
@@ -237,7 +319,15 @@ def truncate_kernel(
 
 @triton.jit
 def _joined(measures, num_parts, parts, LARGEST_AT: tl.constexpr, SUM_AT: tl.constexpr):
-    """Return a row's largest score, and the sums of its parts relative to that, in float64."""
+    """Return a row's largest score, and its parts' sums relative to that score, in float64.
+
+    Args:
+        measures: of the row.
+        num_parts: parts of the row.
+        parts: indices of parts, padded to a power of two.
+        LARGEST_AT: the measure that holds the parts' largest scores.
+        SUM_AT: the measure that holds their sums.
+    """
     is_part = parts < num_parts
     largest_of_parts = tl.load(
         measures + LARGEST_AT * num_parts + parts, mask=is_part, other=float("-inf")
@@ -251,7 +341,17 @@ def _joined(measures, num_parts, parts, LARGEST_AT: tl.constexpr, SUM_AT: tl.con
 
 @triton.jit
 def _share_sums(measures, limits, lines, line_stride, num_parts, row, parts):
-    """Return the largest score that is sampled from, each part's sum, and the least weight."""
+    """Return the largest sampled score, each part's sum, and the smallest kept weight.
+
+    Args:
+        measures: of the row.
+        limits: of all rows, written by `truncate_kernel`.
+        lines: of `GraphInputs`.
+        line_stride: numbers from one line to the next.
+        num_parts: parts of the row.
+        row: the row's index.
+        parts: indices of parts, padded to a power of two.
+    """
     largest, shares = _joined(measures, num_parts, parts, LARGEST, SUM)
     least = 0.0
     if _is_truncated(lines, line_stride, row):
@@ -263,7 +363,7 @@ def _share_sums(measures, limits, lines, line_stride, num_parts, row, parts):
 
 @triton.jit
 def _uniform(lines, line_stride, row):
-    """Return the row's number of SplitMix64 in [0, 1), in float64."""
+    """Return the row's SplitMix64 number in [0, 1), in float64."""
     seed = _integer(lines, line_stride, row, SEED_LINE).to(tl.uint64)
     index = _integer(lines, line_stride, row, INDEX_LINE).to(tl.uint64)
     z = seed + (index + 1) * 0x9E3779B97F4A7C15
@@ -280,7 +380,26 @@ def draw_kernel(
     NUM_NEVER: tl.constexpr, IS_PROCESSED: tl.constexpr, CHUNK: tl.constexpr,
     PARTS_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Draw a row's token, write its results, and make it the next step's input."""
+    """Draw a row's token, write its results, and make it the next step's input.
+
+    Runs a program for each row.
+
+    Args:
+        logits: as of `measure_kernel`.
+        measures: written by `measure_kernel` and `truncate_kernel`.
+        limits: written by `truncate_kernel`.
+        results: float64, `[rows, NUM_RESULTS]`, to write to.
+        lines: of `GraphInputs`; the next step's token, length and index are written.
+        never: as of `measure_kernel`.
+        line_stride: as of `measure_kernel`.
+        logits_stride: as of `measure_kernel`.
+        vocab_size: as of `measure_kernel`.
+        num_parts: as of `measure_kernel`.
+        NUM_NEVER: as of `measure_kernel`.
+        IS_PROCESSED: True: log-probabilities are of the distribution that is sampled from.
+        CHUNK: as of `measure_kernel`.
+        PARTS_WIDTH: as of `truncate_kernel`.
+    """
     row = tl.program_id(0)
     if _is_sampled(lines, line_stride, row):
         measures += row.to(tl.int64) * NUM_MEASURES * num_parts

@@ -9,7 +9,6 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,6 +16,7 @@ import torch
 from jinja2 import TemplateError
 
 from cb_rollout.compat import multimodal
+from cb_rollout.config.checks import plain_token_ids
 from cb_rollout.engine.images.prompt_images import PromptImages, create_prompt_images
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_text
 
@@ -25,8 +25,15 @@ ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeErro
 
 # So do processors, for pictures that they do not take, and PIL, for files that are broken.
 IMAGE_FAULTS = (
-    *(*ENCODING_FAULTS, ArithmeticError, ImportError, IndexError, OSError, RuntimeError),
-    *(EOFError, SyntaxError, struct.error),
+    *ENCODING_FAULTS,
+    ArithmeticError,
+    EOFError,
+    ImportError,
+    IndexError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    struct.error,
 )
 
 # Types of a chat's parts; others are the chat template's own.
@@ -88,63 +95,104 @@ def picture_of(part: Mapping[str, Any]) -> Any:
     if part.get("type") == "image_url":
         named = part.get("image_url")
         return named.get("url") if isinstance(named, Mapping) else named
-    return next((part[key] for key in PICTURE_KEYS if part.get(key) is not None), None)
+    for key in PICTURE_KEYS:
+        if part.get(key) is not None:
+            return part[key]
+    return None
 
 
-def encoded_row(row: Mapping[str, Any], processor: Any, index: int) -> Any:
-    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it."""
-    unknown = sorted(set(map(str, row)) - {"prompt", "images"})
+def encoded_row(
+    row: Mapping[str, Any], processor: Any, index: int, *, add_generation_prompt: bool = True
+) -> Any:
+    """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it.
+
+    `add_generation_prompt`: end a chat with what begins an answer.
+    """
+    if "input_ids" in row and "images" not in row:
+        raise InvalidRequestError(
+            f"input {index} is a tokenizer's {type(row).__name__} of {', '.join(map(str, row))}; "
+            "pass its ['input_ids'], without padding."
+        )
+    unknown = {str(key) for key in row} - {"prompt", "images"}
     if unknown or "prompt" not in row:
         raise InvalidRequestError(
             f"input {index} is a dict of {', '.join(map(str, row))}; pass {{'prompt': ids or text, "
-            "'images': [...]}; videos and sounds are not taken, and one chat is [[message, ...]]."
+            f"'images': [...]}}; videos and sounds are not supported. Pass one chat as [[message, "
+            "...]]."
         )
-    prompt, images = row["prompt"], row.get("images")
+    prompt = row["prompt"]
+    images = row.get("images")
+    is_list = isinstance(images, Sequence) and not isinstance(images, str | bytes | Mapping)
     if images is None or (isinstance(images, Sequence) and not images):
         return prompt
-    if isinstance(images, str | bytes | Mapping) or not isinstance(images, Sequence):
+    if not is_list:
         raise InvalidRequestError(
             f"input {index}: images is a {type(images).__name__}; pass a list, [image]."
         )
     if is_chat(prompt):
-        return encoded_chat(_with_pictures(prompt, images, index), processor, index)
+        return encoded_chat(
+            _with_pictures(prompt, images, index),
+            processor,
+            index,
+            add_generation_prompt=add_generation_prompt,
+        )
     _require_processor(processor, index)
     pictures = _loaded(images, index)
     if isinstance(prompt, str):
-        return _prompt_of(_of_text(prompt, pictures, processor, index), pictures, processor)
+        tensors = _of_text(prompt, pictures, processor, index)
+        return _prompt_of(tensors, pictures, processor)
     return _of_token_ids(prompt, pictures, processor, index)
 
 
 def encoded_chat(
-    chat: Sequence[Mapping[str, Any]], processor: Any, index: int, tools: Any = None
+    chat: Sequence[Mapping[str, Any]],
+    processor: Any,
+    index: int,
+    tools: Any = None,
+    *,
+    add_generation_prompt: bool = True,
 ) -> ImagePrompt:
-    """Return a chat with `{"type": "image", "image": ...}` parts as the processor encodes it."""
+    """Return a chat with `{"type": "image", "image": ...}` parts as the processor encodes it.
+
+    Args:
+        chat: the messages.
+        processor: the model's.
+        index: place of the chat among the inputs, for errors.
+        tools: as the chat template takes them.
+        add_generation_prompt: end with what begins an answer.
+    """
     _require_processor(processor, index)
     for part in _parts(chat):
         if part.get("type") in REFUSED_PARTS:
             raise InvalidRequestError(
-                f"input {index} holds a part of type {part['type']!r}; of what is not text, only "
-                "images are taken."
+                f"input {index} holds a part of type {part['type']!r}; only text and images are "
+                "supported."
             )
-    named = list(map(picture_of, image_parts(chat)))
+    named = [picture_of(part) for part in image_parts(chat)]
     if any(picture is None for picture in named):
         raise InvalidRequestError(
-            f"input {index} holds an image part without an image; add 'image': a picture."
+            f"input {index} has an image part without an image; add 'image': IMAGE to it."
         )
     pictures = _loaded(named, index)
 
     def call(given: list[Any]) -> Any:
-        options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        messages = _with_pictures(chat, given, index)
-        return processor.apply_chat_template(messages, tools=tools, tokenize=True, **options)
+        return processor.apply_chat_template(
+            _with_pictures(chat, given, index),
+            tools=tools,
+            tokenize=True,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=True,
+            return_tensors="pt",
+        )
 
-    return _prompt_of(_processed(call, pictures, index), pictures, processor)
+    tensors = _processed(call, pictures, index)
+    return _prompt_of(tensors, pictures, processor)
 
 
 def _require_processor(processor: Any, index: int) -> None:
     if not multimodal.is_processor(processor):
         raise InvalidRequestError(
-            f"input {index} has images, which takes the model's processor; pass "
+            f"input {index} has images, which need the model's processor; pass "
             "tokenizer=AutoProcessor.from_pretrained(name)."
         )
 
@@ -153,26 +201,34 @@ def _parts(chat: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     for message in chat:
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
-            yield from (part for part in content if isinstance(part, Mapping))
+            for part in content:
+                if isinstance(part, Mapping):
+                    yield part
 
 
 def _with_pictures(
     chat: Sequence[Mapping[str, Any]], pictures: Sequence[Any], index: int
 ) -> list[dict[str, Any]]:
+    """Return a chat with these pictures, in order, in its image parts."""
     num_parts = len(list(image_parts(chat)))
     if num_parts != len(pictures):
         raise InvalidRequestError(
-            f"input {index} has {num_parts} image parts and {len(pictures)} images; give one each."
+            f"input {index} has {num_parts} image parts but {len(pictures)} images; pass one image "
+            "per part."
         )
-    left = iter(pictures)
+    remaining = iter(pictures)
     messages = [dict(message) for message in chat]
     for message in messages:
         content = message.get("content")
-        if isinstance(content, Sequence) and not isinstance(content, str):
-            message["content"] = [
-                {"type": "image", "image": next(left)} if _is_image_part(part) else part
-                for part in content
-            ]
+        if not isinstance(content, Sequence) or isinstance(content, str):
+            continue
+        parts = []
+        for part in content:
+            if _is_image_part(part):
+                parts.append({"type": "image", "image": next(remaining)})
+            else:
+                parts.append(part)
+        message["content"] = parts
     return messages
 
 
@@ -186,7 +242,9 @@ def _loaded(images: Sequence[Any], index: int) -> list[Any]:
         if isinstance(image, str) and image.startswith(("http://", "https://")):
             raise InvalidRequestError(f"{where} is a URL; download it, and pass the image itself.")
         try:
-            picture: Any = _opened(image) if isinstance(image, str | os.PathLike) else image
+            picture: Any = image
+            if isinstance(image, str | os.PathLike):
+                picture = _opened(image)
             # PIL 12 cannot rewind a loaded picture that has one frame.
             if getattr(picture, "is_animated", False):
                 picture.seek(0)
@@ -216,18 +274,25 @@ def _opened(path: str | os.PathLike[str]) -> Any:
 def _processed(
     call: Callable[[list[Any]], Any], pictures: list[Any], index: int
 ) -> dict[str, torch.Tensor]:
-    """Return the processor's tensors of pictures, or of their RGB colours where it refuses."""
-    is_rgb = [getattr(picture, "mode", "RGB") == "RGB" for picture in pictures]
+    """Return the processor's tensors of pictures; convert them to RGB if it refuses."""
     try:
         return dict(call(pictures))
     except IMAGE_FAULTS as error:
-        if not all(is_rgb):
-            pairs = zip(pictures, is_rgb, strict=True)
-            return _processed(call, [p if is_ else p.convert("RGB") for p, is_ in pairs], index)
+        if not all(_is_rgb(picture) for picture in pictures):
+            return _processed(call, [_as_rgb(picture) for picture in pictures], index)
         raise InvalidRequestError(
-            f"input {index}: the processor does not take the prompt with its {len(pictures)} "
-            f"images ({error_text(error)})."
+            f"input {index}: the processor rejects the prompt with its {len(pictures)} images "
+            f"({error_text(error)})."
         ) from error
+
+
+def _is_rgb(picture: Any) -> bool:
+    """Return whether a picture has RGB colours, as arrays are taken to have."""
+    return getattr(picture, "mode", "RGB") == "RGB"
+
+
+def _as_rgb(picture: Any) -> Any:
+    return picture if _is_rgb(picture) else picture.convert("RGB")
 
 
 def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
@@ -236,8 +301,8 @@ def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict
     num_markers = text.count(marker) if isinstance(marker, str) else 0
     if num_markers not in (0, len(pictures)):
         raise InvalidRequestError(
-            f"input {index} holds {marker} {num_markers} times and has {len(pictures)} images; "
-            "give one each."
+            f"input {index} holds {marker} {num_markers} times but has {len(pictures)} images; "
+            "pass one image per placeholder."
         )
 
     def call(given: list[Any]) -> Any:
@@ -253,12 +318,17 @@ def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict
 def _prompt_of(
     tensors: dict[str, torch.Tensor], pictures: Sequence[Any], processor: Any
 ) -> ImagePrompt:
+    """Return the prompt in a processor's tensors, and remove its token ids from them."""
     token_ids = [int(token_id) for token_id in tensors.pop("input_ids")[0]]
     tensors.pop("attention_mask", None)
     tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    per_token = _per_token(tensors, processor, len(token_ids))
-    placeholders = multimodal.image_token_ids(processor)
-    return ImagePrompt(token_ids, tensors, per_token, len(pictures), placeholders)
+    return ImagePrompt(
+        token_ids=token_ids,
+        tensors=tensors,
+        per_token=_per_token(tensors, processor, len(token_ids)),
+        num_images=len(pictures),
+        placeholders=multimodal.image_token_ids(processor),
+    )
 
 
 def _per_token(
@@ -266,31 +336,31 @@ def _per_token(
 ) -> frozenset[str]:
     """Return names of tensors per token; an image's tensor may happen to have as many columns."""
     of_images = multimodal.image_input_names(processor)
-    return frozenset(
-        name
-        for name, tensor in tensors.items()
-        if name not in of_images
-        and not tensor.is_floating_point()
-        and tensor.shape[:2] == (1, num_tokens)
-    )
+    names = set()
+    for name, tensor in tensors.items():
+        has_column_per_token = tensor.shape[:2] == (1, num_tokens)
+        if has_column_per_token and name not in of_images and not tensor.is_floating_point():
+            names.add(name)
+    return frozenset(names)
 
 
 def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
     """Return expanded token ids with their pictures; a prompt of markers alone says how many."""
     try:
-        token_ids = [int(token_id) for token_id in prompt]
+        token_ids = plain_token_ids(prompt)
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
             f"input {index}: the prompt is neither token ids nor text ({error_text(error)})."
         ) from error
     tensors = _of_markers(pictures, processor, index)
-    known = multimodal.image_token_ids(processor)
     expanded = tensors["input_ids"][0].tolist()
-    wanted, got = (sum(t in known for t in ids) for ids in (expanded, token_ids))
-    if wanted != got:
+    num_wanted = _num_image_tokens(expanded, processor)
+    num_given = _num_image_tokens(token_ids, processor)
+    if num_wanted != num_given:
         raise InvalidRequestError(
-            f"input {index} holds {got} image tokens, and its {len(pictures)} images take {wanted};"
-            " pass the ids that the processor makes of the prompt with its images, or text."
+            f"input {index} holds {num_given} image tokens, but its {len(pictures)} images need "
+            f"{num_wanted}; pass the ids that the processor returns for the prompt and its images, "
+            "or pass text."
         )
     for name in _per_token(tensors, processor, len(expanded)) - {"input_ids", "attention_mask"}:
         if not name.endswith("token_type_ids"):
@@ -303,11 +373,16 @@ def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) 
     return _prompt_of(tensors, pictures, processor)
 
 
+def _num_image_tokens(token_ids: Sequence[int], processor: Any) -> int:
+    image_token_ids = multimodal.image_token_ids(processor)
+    return len([token_id for token_id in token_ids if token_id in image_token_ids])
+
+
 def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
     markers = multimodal.image_markers(processor)
     if not markers:
         raise ConfigurationError(
-            f"{type(processor).__name__} names no image_token, so token ids cannot be matched with "
+            f"{type(processor).__name__} has no image_token, so token ids cannot be matched to "
             "images; pass text or a chat."
         )
     known = multimodal.image_token_ids(processor)
@@ -329,7 +404,16 @@ def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> 
     Tiles may have a token between them, and neighbours none. Without placeholders the span is the
     whole prompt.
     """
-    runs = groupby(range(len(token_ids)), lambda index: token_ids[index] in known)
-    of_images = [list(run) for is_image, run in runs if is_image]
-    spans = [range(run[0], run[-1] + 1) for run in of_images] or [range(len(token_ids))]
-    return spans if len(spans) == num_images else [range(spans[0].start, spans[-1].stop)]
+    spans: list[range] = []
+    for index, token_id in enumerate(token_ids):
+        if token_id not in known:
+            continue
+        if spans and spans[-1].stop == index:
+            spans[-1] = range(spans[-1].start, index + 1)
+        else:
+            spans.append(range(index, index + 1))
+    if not spans:
+        return [range(len(token_ids))]
+    if len(spans) == num_images:
+        return spans
+    return [range(spans[0].start, spans[-1].stop)]

@@ -7,10 +7,9 @@ A: axes of positions, T: tokens of the prompt, N: images of the prompt.
 
 import hashlib
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -28,14 +27,14 @@ MAX_GRID_AXES = 3
 
 
 class Image(NamedTuple):
-    """One image of a prompt, or all of them where their tensors cannot be divided."""
+    """One image of a prompt, or all images if their tensors cannot be divided."""
 
     tokens: range
-    """Indices of the prompt's tokens that stand for it."""
+    """Range of the image's tokens in the prompt."""
     digest: bytes
     """A hash of its tensors."""
     tensors: Mapping[str, torch.Tensor]
-    """Its rows of the forward's arguments by name."""
+    """Its rows of the forward's arguments, by name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,22 +46,22 @@ class PromptImages:
     num_prompt_tokens: int
     """T."""
     of_tokens: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Arguments that hold a number for each token, `[1, T, ...]`."""
+    """Per-token arguments of the forward, `[1, T, ...]`."""
     dims: Mapping[str, int] = field(default_factory=dict)
-    """Dimension along which the images' tensors are joined."""
+    """Dimension along which the images' tensors are concatenated."""
     is_divided: bool = False
-    """True if each image has tensors of its own."""
+    """True if each image has separate tensors."""
     may_be_cut: bool = False
-    """True if a forward may begin before any of the images, as an engine found of its model."""
+    """True if a forward may begin before any image, as the engine's check of its model showed."""
     position_offset: int | None = None
-    """Position of a token after the images, less its index; None: not computed yet."""
+    """Position of a token after the images, minus its index; None: not computed yet."""
     positions: torch.Tensor | None = None
     """int64 `[1, T]` or `[A, 1, T]`, of A axes, on the CPU: position ids of the prompt's tokens.
     None: not computed yet."""
 
     @property
     def kind(self) -> tuple[bool, bool]:
-        """Return (has several images, each has its own tensors); each pair is checked once."""
+        """Return (has several images, images have separate tensors); each pair is checked once."""
         return len(self.images) > 1, self.is_divided
 
     @property
@@ -76,16 +75,18 @@ class PromptImages:
         return hashlib.blake2b(joined, digest_size=DIGEST_BYTES).digest()
 
     def num_resumable(self, num_tokens: int) -> int:
-        """Return the most tokens, up to `num_tokens`, after which a forward cuts no image."""
+        """Return the longest prefix, up to `num_tokens` tokens, that ends outside of an image."""
         if num_tokens >= self.num_tokens:
             return num_tokens
         if not self.may_be_cut or not self.is_divided:
             return 0
-        starts = (i.tokens.start for i in self.images if num_tokens in i.tokens)
-        return next(starts, num_tokens)
+        for image in self.images:
+            if num_tokens in image.tokens:
+                return image.tokens.start
+        return num_tokens
 
     def after(self, start: int) -> list[Image]:
-        """Return the images that a forward computes which begins at token `start`."""
+        """Return the images of a forward that begins at token `start`."""
         return [image for image in self.images if image.tokens.stop > start]
 
     def arguments(
@@ -96,67 +97,117 @@ class PromptImages:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return what a forward of tokens `[start, stop)` takes by `names`, fractions in `dtype`.
+        """Return the arguments of images for a forward of some tokens.
 
-        Sampled tokens have zeros.
+        Args:
+            start: the first token.
+            stop: the end of the tokens; those after the prompt are sampled, and have zeros.
+            names: arguments that the model's forward takes.
+            device: device of the returned tensors.
+            dtype: dtype of floating-point tensors; None: unchanged.
         """
+        tensors = self._tensors_of_images(start, stop, names)
+        tensors |= self._tensors_of_tokens(start, stop, names)
+        arguments: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            cast_to = dtype if tensor.is_floating_point() else tensor.dtype
+            arguments[name] = tensor.to(device, cast_to)
+        return arguments
 
-        def moved(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-            whole = joined(tensors, dim)
-            return whole.to(device, dtype if whole.is_floating_point() else whole.dtype)
+    def _tensors_of_images(
+        self, start: int, stop: int, names: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of the images that a forward of these tokens computes."""
+        computed = [image for image in self.after(start) if image.tokens.start < stop]
+        if not computed:
+            return {}
+        tensors: dict[str, torch.Tensor] = {}
+        for name in computed[0].tensors:
+            if name in names:
+                of_each_image = [image.tensors[name] for image in computed]
+                tensors[name] = joined(of_each_image, self.dims.get(name, 0))
+        return tensors
 
-        new = [image.tensors for image in self.after(start) if image.tokens.start < stop]
-        given = {
-            name: moved([tensors[name] for tensors in new], self.dims.get(name, 0))
-            for name in (new[0] if new else ())
-            if name in names
-        }
-        missing = max(0, stop - self.num_prompt_tokens)
+    def _tensors_of_tokens(
+        self, start: int, stop: int, names: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        """Return the slice of the per-token tensors for these tokens."""
+        num_sampled = max(0, stop - self.num_prompt_tokens)
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.of_tokens.items():
             if name in names:
-                zeros = tensor.new_zeros(1, missing, *tensor.shape[2:])
-                given[name] = moved([tensor, zeros], 1)[:, start:stop]
-        return given
+                zeros = tensor.new_zeros(1, num_sampled, *tensor.shape[2:])
+                tensors[name] = joined([tensor, zeros], 1)[:, start:stop]
+        return tensors
 
     def before(self, number: int) -> "PromptImages":
+        """Return the images of the prompt's prefix that ends where image `index` begins."""
         stop = self.images[number].tokens.start
         of_tokens = {name: tensor[:, :stop] for name, tensor in self.of_tokens.items()}
-        return PromptImages(self.images[:number], stop, of_tokens, self.dims, self.is_divided)
+        return PromptImages(
+            images=self.images[:number],
+            num_prompt_tokens=stop,
+            of_tokens=of_tokens,
+            dims=self.dims,
+            is_divided=self.is_divided,
+        )
 
     def with_images_of(
         self, token_ids: Sequence[int], other: "PromptImages", other_ids: Sequence[int]
     ) -> tuple[list[int], "PromptImages"]:
-        """Return this prompt with the images of another, which has as many, and their tokens."""
-        T, index, images, end = self.num_prompt_tokens, [], [], 0
-        for own, image in zip(self.images, other.images, strict=True):
-            index += range(end, own.tokens.start)
-            tokens = range(len(index), len(index) + len(image.tokens))
-            images.append(image._replace(tokens=tokens))
-            index += range(T + image.tokens.start, T + image.tokens.stop)
-            end = own.tokens.stop
-        index += range(end, T)
-        pairs = ((name, [own, other.of_tokens[name]]) for name, own in self.of_tokens.items())
-        of_tokens = {name: torch.cat(pair, 1)[:, index] for name, pair in pairs}
-        made = PromptImages(tuple(images), len(index), of_tokens, other.dims, other.is_divided)
-        return [[*token_ids[:T], *other_ids][i] for i in index], made
+        """Return this prompt with the images, and their tokens, of another with the same number.
+
+        Args:
+            token_ids: this prompt; what follows its T tokens is left out.
+            other: the images to take.
+            other_ids: the tokens of their prompt.
+        """
+        T = self.num_prompt_tokens
+        # Of each token of the new prompt: its index in this prompt and the other one, end to end.
+        index: list[int] = []
+        images: list[Image] = []
+        end_of_last = 0
+        for image, other_image in zip(self.images, other.images, strict=True):
+            index += range(end_of_last, image.tokens.start)
+            first = len(index)
+            index += range(T + other_image.tokens.start, T + other_image.tokens.stop)
+            images.append(other_image._replace(tokens=range(first, len(index))))
+            end_of_last = image.tokens.stop
+        index += range(end_of_last, T)
+
+        of_tokens: dict[str, torch.Tensor] = {}
+        for name, tensor in self.of_tokens.items():
+            both = torch.cat([tensor, other.of_tokens[name]], 1)
+            of_tokens[name] = both[:, index]
+        both_ids = [*token_ids[:T], *other_ids]
+        with_others = PromptImages(
+            images=tuple(images),
+            num_prompt_tokens=len(index),
+            of_tokens=of_tokens,
+            dims=other.dims,
+            is_divided=other.is_divided,
+        )
+        return [both_ids[i] for i in index], with_others
 
     def cache_keys(self, token_ids: Sequence[int], start: int, stop: int) -> list[Hashable]:
         """Return the prefix-cache keys of the tokens from `start` to `stop`.
 
-        A token of an image has its id, a hash and its index in the image. The hash is of all images
-        unless a forward may begin after this one, since the later images may be in view.
+        An image token's key is its id, a hash and its index in the image. The hash covers all
+        images, unless a forward may begin after this one, because the token may attend to later
+        images.
         """
         keys: list[Hashable] = list(token_ids[start:stop])
-        of_all = None if self.may_be_cut else self.digest
-        for tokens, own, _ in self.images:
-            digest = of_all or own
-            for index in range(max(start, tokens.start), min(stop, tokens.stop)):
-                keys[index - start] = token_ids[index], digest, index - tokens.start
+        digest_of_all = self.digest
+        for image in self.images:
+            digest = image.digest if self.may_be_cut else digest_of_all
+            first = image.tokens.start
+            for index in range(max(start, first), min(stop, image.tokens.stop)):
+                keys[index - start] = (token_ids[index], digest, index - first)
         return keys
 
 
 class ImageInputs:
-    """Give a model's forward the tensors of images, and the positions of prompts with images."""
+    """Provide a model's forward with image tensors, and with positions of prompts with images."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -165,9 +216,22 @@ class ImageInputs:
         self.casts_pixels = False
         """True if pixels are cast to the model's dtype, because its forward takes no other."""
 
+    @contextmanager
+    def casting_pixels(self, casts_pixels: bool) -> Iterator[None]:
+        """Cast pixels to the model's dtype during the block, or leave them unchanged."""
+        before = self.casts_pixels
+        self.casts_pixels = casts_pixels
+        try:
+            yield
+        finally:
+            self.casts_pixels = before
+
     def are_read(self, images: PromptImages) -> bool:
-        tensors = images.images[0].tensors
-        return any(t.is_floating_point() and name in self._names for name, t in tensors.items())
+        """Return whether the model's forward accepts the images' pixels."""
+        for name, tensor in images.images[0].tensors.items():
+            if name in self._names and tensor.is_floating_point():
+                return True
+        return False
 
     def arguments(self, images: PromptImages, start: int, stop: int) -> dict[str, torch.Tensor]:
         dtype = self._model.dtype if self.casts_pixels else None
@@ -178,16 +242,22 @@ class ImageInputs:
         assert images.positions is not None
         assert images.position_offset is not None
         of_prompt = images.positions[..., start:stop].to(self._device)
-        first, offset = max(start, images.num_prompt_tokens), images.position_offset
-        later = torch.arange(first + offset, max(first, stop) + offset, device=self._device)
-        return torch.cat([of_prompt, later.expand(*of_prompt.shape[:-1], -1)], -1)
+        offset = images.position_offset
+        first_later = max(start, images.num_prompt_tokens)
+        end = max(first_later, stop)
+        later = torch.arange(first_later + offset, end + offset, device=self._device)
+        later_on_each_axis = later.expand(*of_prompt.shape[:-1], -1)
+        return torch.cat([of_prompt, later_on_each_axis], -1)
 
     def find_positions(self, prompts: Sequence[tuple[Sequence[int], PromptImages]]) -> None:
-        new = [prompt for prompt in prompts if prompt[1].positions is None]
+        """Compute the missing positions of prompts with images."""
+        new = [(ids, images) for ids, images in prompts if images.positions is None]
+        if not new:
+            return
         # One more token, which is text: where the prompt ends in an image, the next position is not
         # the last one plus one.
-        text_id = hf_compat.text_token_ids(self._model)[0] if new else 0
-        with multimodal.keeping_position_offsets(self._model) if new else nullcontext():
+        text_id = hf_compat.text_token_ids(self._model)[0]
+        with multimodal.keeping_position_offsets(self._model):
             for prompt_ids, images in new:
                 num_tokens = len(prompt_ids)
                 input_ids_1T = devices.to_device([[*prompt_ids, text_id]], self._device)
@@ -204,74 +274,163 @@ def create_prompt_images(
     per_token: frozenset[str],
     token_ids: Sequence[int],
 ) -> PromptImages:
-    """Divide a processor's CPU tensors into images, as far as they tell how, and hash them.
+    """Divide a processor's tensors among the images if possible, and hash them.
 
-    `spans` are the indices of each image's tokens, or one of all N images where they stand
-    together. `per_token` names the tensors with a number for each of the T `token_ids`.
+    Args:
+        tensors: by name, on the CPU.
+        spans: range of each image's tokens, or one span for all N images if they are adjacent.
+        num_images: N.
+        per_token: names of the tensors with one value per token.
+        token_ids: the T tokens of the prompt.
     """
-    of_images = {name: t for name, t in tensors.items() if name not in per_token}
-    divided = None
-    if len(spans) == num_images > 1:
-        # An image may begin and end with tokens of its own, which stand for no part of it.
-        of_spans = [token_ids[span.start : span.stop] for span in spans]
-        ((most, _),) = Counter(chain(*of_spans)).most_common(1)
-        divided = _divided(of_images, [ids.count(most) for ids in of_spans])
-    if divided is None:
-        spans, divided = [range(spans[0].start, spans[-1].stop)], ({}, [of_images])
-    dims, each = divided
+    of_images: dict[str, torch.Tensor] = {}
+    of_tokens: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in per_token:
+            of_tokens[name] = tensor
+        else:
+            of_images[name] = tensor
+    division = None
+    if num_images > 1 and len(spans) == num_images:
+        division = _divided(of_images, _num_placeholders(spans, token_ids))
+    if division is None:
+        whole = range(spans[0].start, spans[-1].stop)
+        spans = [whole]
+        division = _Division(dims={}, tensors=[of_images])
+    images = []
+    for span, of_image in zip(spans, division.tensors, strict=True):
+        images.append(Image(span, tensors_digest(of_image), of_image))
     return PromptImages(
-        tuple(Image(span, tensors_digest(own), own) for span, own in zip(spans, each, strict=True)),
-        len(token_ids),
-        {name: tensors[name] for name in tensors if name in per_token},
-        dims,
-        is_divided=len(each) == num_images,
+        images=tuple(images),
+        num_prompt_tokens=len(token_ids),
+        of_tokens=of_tokens,
+        dims=division.dims,
+        is_divided=len(images) == num_images,
     )
 
 
-def _divided(
-    tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
-) -> tuple[dict[str, int], list[dict[str, torch.Tensor]]] | None:
-    """Return each tensor's dimension of division, and each image's tensors; None: nothing tells."""
-    dims: dict[str, int] = {}
-    each: list[dict[str, torch.Tensor]] = [{} for _ in lengths]
-    for name, tensor in tensors.items():
-        if (division := _division(tensor, tensors, lengths)) is None:
-            return None
-        dims[name], sizes = division
-        for own, part in zip(each, tensor.split(sizes, dims[name]), strict=True):
-            own[name] = part.clone()
-    return dims, each
+def _num_placeholders(spans: Sequence[range], token_ids: Sequence[int]) -> list[int]:
+    """Return how often the most frequent token of all spans occurs in each span.
 
-
-def _division(
-    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
-) -> tuple[int, list[int]] | None:
-    """Return a dimension, and each image's share of its size; None: nothing tells.
-
-    A tensor has a row, or a column of a single row, for each image; or as many rows as a tensor of
-    grids or of counts says; or as many as in proportion to the tokens that the images take.
+    An image may begin and end with marker tokens, which do not stand for any part of it.
     """
-    N, num_rows = len(lengths), tensor.shape[0] if tensor.dim() else 0
+    of_spans = [token_ids[span.start : span.stop] for span in spans]
+    counts: Counter[int] = Counter()
+    for ids in of_spans:
+        counts.update(ids)
+    placeholder, _ = counts.most_common(1)[0]
+    return [ids.count(placeholder) for ids in of_spans]
+
+
+class _Division(NamedTuple):
+    """The tensors of a prompt, divided into those of its images."""
+
+    dims: dict[str, int]
+    """The dimension along which each tensor was divided."""
+    tensors: list[dict[str, torch.Tensor]]
+    """Those of each image."""
+
+
+def _divided(tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> _Division | None:
+    """Divide tensors among the images by their token counts; None if that is impossible."""
+    division = _Division({}, [{} for _ in lengths])
+    for name, tensor in tensors.items():
+        shares = _shares(tensor, tensors, lengths)
+        if shares is None:
+            return None
+        division.dims[name] = shares.dim
+        parts = tensor.split(shares.sizes, shares.dim)
+        for of_image, part in zip(division.tensors, parts, strict=True):
+            of_image[name] = part.clone()
+    return division
+
+
+class _Shares(NamedTuple):
+    """The share of a tensor that belongs to each image."""
+
+    dim: int
+    sizes: list[int]
+
+
+def _shares(
+    tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]
+) -> _Shares | None:
+    """Return each image's share of a tensor; None: it cannot be determined.
+
+    A tensor has one row per image, or one column of a single row; or its rows follow a tensor of
+    grids or counts; or they are proportional to the images' token counts.
+
+    Args:
+        tensor: the tensor to divide.
+        tensors: all of the prompt's images, by name.
+        lengths: tokens that each image takes.
+    """
+    N = len(lengths)
+    if not tensor.dim():
+        return None
+    num_rows = tensor.shape[0]
     if num_rows == N:
-        return 0, [1] * N
+        return _Shares(0, [1] * N)
     if num_rows == 1 and tensor.dim() > 1 and tensor.shape[1] == N:
-        return 1, [1] * N
-    whole = {n: t for n, t in tensors.items() if t.dim() and not t.is_floating_point()}
-    about = {name: t for name, t in whole.items() if len(t) == N}
-    tables = (t for name, t in about.items() if GRID in name and t.dim() == 2)
-    grids = [t.prod(1).tolist() for t in tables if 1 < t.shape[1] <= MAX_GRID_AXES]
-    counts = [t.tolist() for t in about.values() if t.dim() == 1]
-    exact = [sizes for sizes in counts if sum(sizes) == num_rows]
-    for sizes in (*grids, *exact, lengths):
-        total = sum(sizes)
-        if num_rows and total and all(size * num_rows % total == 0 for size in sizes):
-            return 0, [size * num_rows // total for size in sizes]
+        return _Shares(1, [1] * N)
+    if not num_rows:
+        return None
+    weights_of_images = _grid_products(tensors, N)
+    weights_of_images += _counts(tensors, N, num_rows)
+    weights_of_images.append(list(lengths))
+    for weights in weights_of_images:
+        sizes = _in_proportion(num_rows, weights)
+        if sizes is not None:
+            return _Shares(0, sizes)
     return None
+
+
+def _in_proportion(num_rows: int, weights: Sequence[int]) -> list[int] | None:
+    """Divide a number of rows in proportion to weights; None if a share is not an integer."""
+    total = sum(weights)
+    if not total:
+        return None
+    sizes: list[int] = []
+    for weight in weights:
+        size, remainder = divmod(weight * num_rows, total)
+        if remainder:
+            return None
+        sizes.append(size)
+    return sizes
+
+
+def _about_images(tensors: Mapping[str, torch.Tensor], N: int) -> dict[str, torch.Tensor]:
+    """Return integer tensors with one row per image."""
+    about: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.dim() and len(tensor) == N and not tensor.is_floating_point():
+            about[name] = tensor
+    return about
+
+
+def _grid_products(tensors: Mapping[str, torch.Tensor], N: int) -> list[list[int]]:
+    """Return each image's number of patches, by each tensor that holds rows and columns."""
+    products = []
+    for name, tensor in _about_images(tensors, N).items():
+        if GRID in name and tensor.dim() == 2 and 1 < tensor.shape[1] <= MAX_GRID_AXES:
+            products.append(tensor.prod(1).tolist())
+    return products
+
+
+def _counts(tensors: Mapping[str, torch.Tensor], N: int, num_rows: int) -> list[list[int]]:
+    """Return per-image counts that add up to `num_rows`, from each tensor that has them."""
+    counts = []
+    for tensor in _about_images(tensors, N).values():
+        if tensor.dim() == 1 and int(tensor.sum()) == num_rows:
+            counts.append(tensor.tolist())
+    return counts
 
 
 def joined(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """Concatenate tensors along `dim`, without a copy of a single tensor."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(list(tensors), dim)
 
 
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> bytes:

@@ -3,7 +3,8 @@
 A prefix is a chain of full blocks. A link is keyed by the policy version, its parent link and the
 block's tokens, compared exactly: no hash can collide, and a prefix of another version is never
 matched. A token of an image also has a hash of the pixels. Sequences whose keys differ by their
-length have chains from different roots. The scheduler calls it, on the engine's thread.
+length or their adapter have chains from different roots. The scheduler calls it, on the engine's
+thread.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -38,9 +39,10 @@ class PrefixCache:
     def match(
         self, policy_version: int, tokens: Sequence[Hashable], root: int = ROOT
     ) -> tuple[list[int], int]:
-        """Return the longest chain's blocks and node, where the last token is to be computed."""
-        size, node = self._block_size, root
-        blocks = []
+        """Return the blocks and node of the longest match that leaves the last token to compute."""
+        size = self._block_size
+        node = root
+        blocks: list[int] = []
         for start in range(0, len(tokens) - size, size):
             key = PrefixKey(policy_version, node, tuple(tokens[start : start + size]))
             if key not in self._links:
@@ -52,7 +54,7 @@ class PrefixCache:
     def insert(
         self, policy_version: int, parent: int, tokens: Sequence[Hashable], block: int
     ) -> tuple[int, bool]:
-        """Add a link; return its node, and whether `block` holds it, and no other already did."""
+        """Add a link; return its node, and whether `block` now stores it, not an earlier block."""
         key = PrefixKey(policy_version, parent, tuple(tokens))
         if key in self._links:
             return self._links[key][1], False
@@ -76,26 +78,30 @@ class BlockManager:
     """The blocks of a cache, under one policy version at a time."""
 
     def __init__(self, limits: Limits, grow: Callable[[int], int], policy_version: int) -> None:
-        """Start with no block; `grow` adds as many as memory allows, and returns the new total."""
-        self.limits, self.policy_version = limits, policy_version
+        """Start without blocks; `grow` adds blocks as memory allows, and returns the new total."""
+        self.limits = limits
+        self.policy_version = policy_version
         self.prefixes = PrefixCache(limits.block_size)
         self.pool = BlockPool(0, on_evict=self.prefixes.forget)
         self._grow = grow
+        self._root_numbers: dict[tuple[str | None, int], int] = {}
+        """Number of the root of each adapter and rotary side."""
 
     def num_needed(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
 
     def secure(self, count: int) -> bool:
         """Make `count` blocks available, growing the pool if needed; return whether they are."""
-        if (missing := count - self.pool.num_available) > 0:
-            self.pool.grow(max(self.pool.num_blocks, self._grow(missing)))
+        num_missing = count - self.pool.num_available
+        if num_missing > 0:
+            self.pool.grow(max(self.pool.num_blocks, self._grow(num_missing)))
         return count <= self.pool.num_available
 
     def allocate_prompt(self, request: Request, num_spare: int) -> bool:
         """Allocate blocks for all tokens of a sequence, sharing those of a cached prefix.
 
         Sets the request's blocks and the count of its computed tokens. `num_spare` blocks must stay
-        available. Returns False, with nothing allocated, where there are not enough.
+        available. Returns False, without allocating, if there are not enough.
         """
         request.rope_side = self.limits.rope_side(request.num_tokens)
         shared, node = self._matched(request)
@@ -105,14 +111,16 @@ class BlockManager:
             self.pool.release(shared)
             return False
         request.block_ids = shared + self.pool.allocate(num_new)
-        request.prefix_node, request.num_remembered = node, len(shared)
+        request.prefix_node = node
+        request.num_remembered = len(shared)
         request.num_computed = len(shared) * self.limits.block_size
         return True
 
     def _matched(self, request: Request) -> tuple[list[int], int]:
         if not self.limits.can_match_prefixes:
             return [], ROOT
-        keys, root = request.cache_keys(0, request.num_tokens), ROOT - request.rope_side
+        keys = request.cache_keys(0, request.num_tokens)
+        root = self._root(request)
         while True:
             shared, node = self.prefixes.match(self.policy_version, keys, root)
             num_found = len(shared) * self.limits.block_size
@@ -123,10 +131,17 @@ class BlockManager:
             # Whole blocks before an image may end inside of the image before.
             keys = keys[: num_resumable + 1]
 
+    def _root(self, request: Request) -> int:
+        """Return the root of the chains whose keys are valid for this sequence."""
+        numbers = self._root_numbers
+        number = numbers.setdefault((request.params.adapter, request.rope_side), len(numbers))
+        return ROOT - number
+
     def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
         """Share the full blocks of the leader's prompt, and allocate a follower's others."""
-        is_sharing = self.limits.can_share_blocks
-        num_shared = len(leader.prompt_ids) // self.limits.block_size if is_sharing else 0
+        num_shared = 0
+        if self.limits.can_share_blocks:
+            num_shared = len(leader.prompt_ids) // self.limits.block_size
         num_own = len(leader.block_ids) - num_shared
         if not self.secure(num_own + num_spare):
             return False
@@ -137,10 +152,10 @@ class BlockManager:
         return True
 
     def extend(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]] | None:
-        """Allocate the blocks that a running sequence lacks to hold this many tokens.
+        """Allocate the missing blocks of a running sequence for this many tokens.
 
-        Returns each as (table row, index within the sequence, block); None, with nothing allocated,
-        where there are not enough.
+        Returns each as (table row, index within the sequence, block); None, without allocating, if
+        there are not enough.
         """
         num_held = len(request.block_ids)
         num_missing = self.num_needed(num_tokens) - num_held
@@ -158,14 +173,19 @@ class BlockManager:
         short = [r for r in requests if len(r.token_ids) >= size * len(r.block_ids)]
         if not self.secure(len(short)):
             return None
-        return [b for r in short for b in self.extend(r, r.num_tokens + 1) or ()]
+        entries: list[tuple[int, int, int]] = []
+        for request in short:
+            # None cannot come: so many blocks are available.
+            entries += self.extend(request, request.num_tokens + 1) or ()
+        return entries
 
     def remember(self, request: Request) -> None:
         if not self.limits.can_match_prefixes or request.has_old_keys:
             return
         size = self.limits.block_size
         while (request.num_remembered + 1) * size <= request.num_computed:
-            start, block = request.num_remembered * size, request.block_ids[request.num_remembered]
+            start = request.num_remembered * size
+            block = request.block_ids[request.num_remembered]
             tokens = request.cache_keys(start, start + size)
             request.prefix_node, is_holder = self.prefixes.insert(
                 self.policy_version, request.prefix_node, tokens, block
@@ -175,6 +195,6 @@ class BlockManager:
             request.num_remembered += 1
 
     def begin_policy_version(self, policy_version: int) -> None:
-        """Clear the prefix cache: no block computed so far is matched again."""
+        """Clear the prefix cache, so that no earlier block is matched again."""
         self.policy_version = policy_version
         self.pool.forget(self.prefixes.clear())

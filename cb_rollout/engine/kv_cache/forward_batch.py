@@ -35,6 +35,8 @@ class ForwardBatch:
     routes: Sequence[Any] = ()
     """Experts that each row's first new tokens took before, and take again: arrays of
     `[tokens, L, K]`, or None; empty: there are none."""
+    adapters: Sequence[str | None] = ()
+    """Name of each row's adapter, or None for the active ones; empty: None for all."""
     images: "PromptImages | None" = None
     """Images that the only row computes, whose positions are known; None: new tokens are text."""
 
@@ -47,21 +49,37 @@ class ForwardBatch:
         table: BlockTable,
         routes: Sequence[Any] = (),
     ) -> "ForwardBatch":
-        """Return each request's tokens up to its length that are not computed, the last always."""
-        rows = list(zip(requests, lengths, strict=True))
+        """Return each request's tokens up to its length that are not computed, the last always.
+
+        Args:
+            requests: sequences with blocks for so many tokens.
+            lengths: tokens of each sequence, the last one to compute included.
+            cache: holds their keys and states.
+            table: holds their blocks.
+            routes: see the field; empty, or a record or None for each request.
+        """
+        new_tokens: list[list[int]] = []
+        for request, length in zip(requests, lengths, strict=True):
+            start = min(request.num_computed, length - 1)
+            new_tokens.append(request.token_ids[start:length])
         offsets = [request.position_offset for request in requests]
+        adapters = [request.params.adapter for request in requests]
+        has_routes = any(record is not None for record in routes)
+        # A request that computes images is alone.
         first = requests[0]
+        computes_images = first.num_computed < first.num_image_tokens
         return cls(
-            [r.token_ids[min(r.num_computed, length - 1) : length] for r, length in rows],
-            lengths,
-            [request.table_row for request in requests],
-            cache,
-            table,
-            offsets if any(offsets) else (),
-            [request.rope_side for request in requests],
-            [request.block_ids for request in requests],
-            () if all(record is None for record in routes) else routes,
-            first.images if first.num_computed < first.num_image_tokens else None,
+            new_tokens=new_tokens,
+            lengths=lengths,
+            table_rows=[request.table_row for request in requests],
+            cache=cache,
+            table=table,
+            position_offsets=offsets if any(offsets) else (),
+            rope_sides=[request.rope_side for request in requests],
+            block_ids=[request.block_ids for request in requests],
+            routes=routes if has_routes else (),
+            adapters=adapters if any(adapters) else (),
+            images=first.images if computes_images else None,
         )
 
     def __len__(self) -> int:
@@ -74,16 +92,27 @@ class ForwardBatch:
     @property
     def is_decode(self) -> bool:
         """Return whether each row has one new token, of text, and tokens before it."""
-        return not self.images and max(map(len, self.new_tokens)) == 1 < min(self.lengths)
+        if self.images is not None:
+            return False
+        return max(map(len, self.new_tokens)) == 1 and min(self.lengths) > 1
 
     @property
     def is_fresh(self) -> bool:
         return self.num_new == list(self.lengths)
 
+    @property
+    def rows_of_adapters(self) -> dict[str | None, list[int]]:
+        """Return the rows of each adapter; None: those of the active ones."""
+        rows: dict[str | None, list[int]] = {}
+        for row, adapter in enumerate(self.adapters or [None] * len(self)):
+            rows.setdefault(adapter, []).append(row)
+        return rows
+
     def select(self, rows: Sequence[int]) -> "ForwardBatch":
-        columns = {
-            field.name: [values[row] for row in rows]
-            for field in fields(self)
-            if isinstance(values := getattr(self, field.name), Sequence) and values
-        }
+        """Return some of the rows."""
+        columns: dict[str, list[Any]] = {}
+        for field in fields(self):
+            values = getattr(self, field.name)
+            if isinstance(values, Sequence) and values:
+                columns[field.name] = [values[row] for row in rows]
         return replace(self, **columns)

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape, for a token or a sequence, and dtype of a tensor that a layer stores."""
+    """Shape, per token or per sequence, and dtype of a tensor that a layer stores."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,25 +31,35 @@ class LayerSpec:
     index: TensorSpec | None = None
     """Heads x size of a token's index, by which sparse attention ranks tokens."""
     num_index_positions: int = 0
-    """Positions that sparse attention stores for each token beside its index."""
+    """Positions that sparse attention stores for each token with its index."""
     conv: tuple[TensorSpec | None, ...] = ()
     """Convolution states of a sequence."""
     recurrent: tuple[TensorSpec | None, ...] = ()
-    """Recurrent states of a sequence; None: the layer leaves that one unused."""
+    """Recurrent states of a sequence; None: the layer does not use this state."""
     window: int | None = None
-    """Newest tokens that transformers' own cache keeps; None: all."""
+    """Number of newest tokens that transformers' own cache keeps; None: all."""
 
     @property
     def per_token(self) -> tuple[TensorSpec, ...]:
-        return tuple(s for s in (self.keys, self.values, self.index) if s)
+        states = (self.keys, self.values, self.index)
+        return tuple(spec for spec in states if spec is not None)
 
     @property
     def per_sequence(self) -> tuple[TensorSpec, ...]:
-        return tuple(s for s in (*self.conv, *self.recurrent) if s)
+        states = (*self.conv, *self.recurrent)
+        return tuple(spec for spec in states if spec is not None)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(spec.num_bytes for spec in self.per_token)
+
+    @property
+    def bytes_per_sequence(self) -> int:
+        return sum(spec.num_bytes for spec in self.per_sequence)
 
     @property
     def is_recurrent(self) -> bool:
-        """Return whether the layer stores states of fixed size, which no prefix can share."""
+        """Return whether the layer stores states of fixed size, which prefixes cannot share."""
         return bool(self.conv or self.recurrent)
 
 
@@ -59,16 +69,18 @@ class CacheLayout:
 
     layers: tuple[LayerSpec, ...]
     routes: TensorSpec | None = None
-    """Routers x experts that a token took, beside its keys; None: they are not recorded."""
+    """A token's experts per router, stored with its keys; None: not recorded."""
 
     @property
     def bytes_per_token(self) -> int:
-        routes = self.routes.num_bytes if self.routes else 0
-        return sum(s.num_bytes for layer in self.layers for s in layer.per_token) + routes
+        num_bytes = sum(layer.bytes_per_token for layer in self.layers)
+        if self.routes is not None:
+            num_bytes += self.routes.num_bytes
+        return num_bytes
 
     @property
     def bytes_per_sequence(self) -> int:
-        return sum(s.num_bytes for layer in self.layers for s in layer.per_sequence)
+        return sum(layer.bytes_per_sequence for layer in self.layers)
 
     @property
     def has_keys(self) -> bool:
@@ -80,7 +92,7 @@ class CacheLayout:
 
     @property
     def packing_obstacle(self) -> str:
-        """Return why rows may not stand end to end in one row; "": they may."""
+        """Return why rows cannot be concatenated into one row; "": they can."""
         if self.has_keys and not any(layer.is_recurrent or layer.index for layer in self.layers):
             return ""
         return "recurrent states or sparse attention would mix rows that stand end to end"
@@ -93,15 +105,16 @@ class CacheLayout:
                 return spec
             return replace(spec, dtype=max(spec.dtype, dtype, key=lambda d: d.itemsize))
 
-        layers = tuple(
-            replace(
-                layer,
-                keys=raised(layer.keys),
-                values=raised(layer.values),
-                index=raised(layer.index),
-                conv=tuple(map(raised, layer.conv)),
-                recurrent=tuple(map(raised, layer.recurrent)),
+        layers: list[LayerSpec] = []
+        for layer in self.layers:
+            layers.append(
+                replace(
+                    layer,
+                    keys=raised(layer.keys),
+                    values=raised(layer.values),
+                    index=raised(layer.index),
+                    conv=tuple(map(raised, layer.conv)),
+                    recurrent=tuple(map(raised, layer.recurrent)),
+                )
             )
-            for layer in self.layers
-        )
-        return replace(self, layers=layers)
+        return replace(self, layers=tuple(layers))

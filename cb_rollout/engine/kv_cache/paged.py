@@ -2,7 +2,7 @@
 
 `update()` writes new keys and values into their slots and returns each row's whole history,
 right-aligned as in a left-padded `generate` batch, so the model runs its own forward, masks and
-attention. In a packed forward all rows stand in one row, without padding.
+attention. In a packed forward, all rows are concatenated into one, without padding.
 
 B: rows, Q: new tokens of the longest row, S: tokens of the longest row, T: tokens of all rows, H:
 heads, D: size of a head, N: slots of all blocks, F: H x D, M: blocks or table rows that are copied.
@@ -44,7 +44,9 @@ class BlockTable:
 
     def slots(self, table_rows_B: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the slots, in the pages, of each row's token positions, `[B]` or `[B, S]`."""
-        rows = table_rows_B[:, None] if positions.dim() == 2 else table_rows_B
+        rows = table_rows_B
+        if positions.dim() == 2:
+            rows = table_rows_B[:, None]
         blocks = self.blocks[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
@@ -58,7 +60,7 @@ class SlotMapping:
     table_rows_B: torch.Tensor
     """int64; each row's table row, which holds its recurrent states."""
     write_tokens: torch.Tensor | None
-    """int64; indices of the real tokens among the B x Q new ones; None: all are real."""
+    """int64; indices of the real tokens among the B x Q new ones; None: there is no padding."""
     write_slots: torch.Tensor
     """int64; the slot of each real new token."""
     read_slots_BS: torch.Tensor | None
@@ -67,11 +69,11 @@ class SlotMapping:
     positions_BS: torch.Tensor
     """int64; each column's position in its sequence, 0 in the padding."""
     is_packed: bool = False
-    """True if all rows stand in one row of the model's input."""
+    """True if all rows are concatenated into one row of the model's input."""
     _head_slots: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def head_slots(self, num_heads: int) -> torch.Tensor:
-        """Return `read_slots_BS` for pages viewed as single heads, `[B x H x S]`, computed once."""
+        """Return `read_slots_BS` for pages viewed as single heads, `[B x H x S]`; cached."""
         assert self.read_slots_BS is not None
         if num_heads not in self._head_slots:
             heads_H1 = torch.arange(num_heads, device=self.read_slots_BS.device)[:, None]
@@ -90,7 +92,9 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.is_initialized = True
         # Some models read these before their own update, to see whether the layer is empty.
-        self.keys = self.values = torch.empty(0, device=device)
+        nothing = torch.empty(0, device=device)
+        self.keys = nothing
+        self.values = nothing
         self.pages = [_pages(shape, num_slots, device) for shape in states.per_token]
         self.mapping: SlotMapping | None = None
         self.num_index_positions = states.num_index_positions
@@ -130,7 +134,7 @@ class PagedLayer(CacheLayerMixin):
         if mapping.read_slots_BS is None:
             return new_BHQD
         B, S = mapping.read_slots_BS.shape
-        H, D = new_BHQD.shape[1], new_BHQD.shape[3]
+        _, H, _, D = new_BHQD.shape
         if mapping.is_packed:
             # Packed attention reads token by token.
             slots_S = mapping.read_slots_BS.view(-1)
@@ -180,8 +184,18 @@ class PagedCache(Cache):
         num_table_rows: int,
         device: torch.device,
     ) -> None:
-        """Allocate `num_blocks` blocks beside the null block, and states for each table row."""
-        self.layout, self._num_table_rows, self._device = layout, num_table_rows, device
+        """Allocate the pages and states.
+
+        Args:
+            layout: what each layer stores.
+            num_blocks: number of blocks, without the null block.
+            block_size: tokens of a block.
+            num_table_rows: maximum sequences that run together; each has recurrent states.
+            device: device of the tensors.
+        """
+        self.layout = layout
+        self._num_table_rows = num_table_rows
+        self._device = device
         self.block_size = block_size
         num_slots = (num_blocks + 1) * block_size
         super().__init__(layers=[self._layer(states, num_slots) for states in layout.layers])
@@ -192,9 +206,11 @@ class PagedCache(Cache):
         if layout.routes is not None:
             self.routes = [_pages(layout.routes, num_slots, device)]
         self._paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
-        layers = enumerate(self.layers)
-        self.stateful = {i: layer for i, layer in layers if isinstance(layer, RecurrentLayer)}
+        self.stateful: dict[int, RecurrentLayer] = {}
         """The layers with recurrent states, by their index."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentLayer):
+                self.stateful[index] = layer
 
     def _layer(self, states: LayerSpec, num_slots: int) -> Any:
         if states.keys and states.is_recurrent:
@@ -217,22 +233,35 @@ class PagedCache(Cache):
 
     @property
     def addresses(self) -> list[int]:
-        """Return the addresses of each layer's keys and values, 0: none, then of all states."""
-        if self._addresses is None:
-            self._addresses = []
-            for layer in self.layers:
-                pages = layer.pages[:2] if isinstance(layer, PagedLayer) else []
-                self._addresses += [p.data_ptr() for p in pages] or [0, 0]
-            self._addresses += [states.data_ptr() for states in self._all_states]
-        return self._addresses
+        """Return the addresses of each layer's keys and values (0: none), then of all states."""
+        if self._addresses is not None:
+            return self._addresses
+        addresses: list[int] = []
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                addresses += (pages_NF.data_ptr() for pages_NF in layer.pages[:2])
+            else:
+                addresses += [0, 0]
+        addresses += (states.data_ptr() for states in self.states)
+        self._addresses = addresses
+        return addresses
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [*chain(*self._page_lists), *self._all_states]
+        return [*self.pages, *self.states]
 
     @property
-    def _all_states(self) -> list[torch.Tensor]:
-        return [states for layer in self.stateful.values() for states in layer.tensors]
+    def pages(self) -> list[torch.Tensor]:
+        """Return all pages, `[N, F]`: keys, values and indices of each layer, then routes."""
+        return list(chain(*self._page_lists))
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Return the recurrent states of all layers, with a table row for each sequence."""
+        states: list[torch.Tensor] = []
+        for layer in self.stateful.values():
+            states += layer.tensors
+        return states
 
     @property
     def _page_lists(self) -> list[list[torch.Tensor]]:
@@ -243,11 +272,13 @@ class PagedCache(Cache):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def begin(self, mapping: SlotMapping) -> None:
+        """Prepare the layers for a forward that writes and reads these slots."""
         self._mapping = mapping
         for layer in self._paged:
             layer.begin(mapping)
+        has_history = mapping.read_slots_BS is not None
         for layer in self.stateful.values():
-            layer.load(None if mapping.read_slots_BS is None else mapping.table_rows_B)
+            layer.load(mapping.table_rows_B if has_history else None)
 
     def end(self, mapping: SlotMapping) -> None:
         for layer in self.stateful.values():
@@ -255,12 +286,12 @@ class PagedCache(Cache):
 
     def copy_blocks(self, sources: list[int], targets: list[int]) -> None:
         if sources:
-            pages = chain(*self._page_lists)
-            self._copy([p.view(-1, self.block_size, p.shape[1]) for p in pages], sources, targets)
+            blocks = [p.view(-1, self.block_size, p.shape[1]) for p in self.pages]
+            self._copy(blocks, sources, targets)
 
     def copy_states(self, sources: list[int], targets: list[int]) -> None:
         if sources:
-            self._copy(self._all_states, sources, targets)
+            self._copy(self.states, sources, targets)
 
     def _copy(self, tensors: list[torch.Tensor], sources: list[int], targets: list[int]) -> None:
         from_M, to_M = devices.to_device([sources, targets], self._device)
@@ -283,7 +314,7 @@ class PagedCache(Cache):
     def write_routes(
         self, routes_NLK: torch.Tensor, slots: torch.Tensor, write_tokens: torch.Tensor | None
     ) -> None:
-        """Write the experts that all new tokens took, padding included, as a `SlotMapping` says."""
+        """Write the experts of all new tokens, including padding, to a `SlotMapping`'s slots."""
         routes_NF = routes_NLK.flatten(1)
         if write_tokens is not None:
             routes_NF = routes_NF.index_select(0, write_tokens)

@@ -21,19 +21,18 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def __init__(self, states: LayerSpec, num_table_rows: int, device: torch.device) -> None:
         LinearAttentionLayer.__init__(self, number_of_states=len(states.conv))
-        specs = {"conv_states": states.conv, "recurrent_states": states.recurrent}
         self.states: dict[str, Sequence[Any]] = {
-            name: [
-                s and torch.zeros(num_table_rows, *s.shape, dtype=s.dtype, device=device)
-                for s in shapes
-            ]
-            for name, shapes in specs.items()
+            "conv_states": _zeros(states.conv, num_table_rows, device),
+            "recurrent_states": _zeros(states.recurrent, num_table_rows, device),
         }
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Return the states of all table rows, a tensor for each state that the layer uses."""
-        return [s for states in self.states.values() for s in states if s is not None]
+        tensors: list[torch.Tensor] = []
+        for states in self.states.values():
+            tensors += (tensor for tensor in states if tensor is not None)
+        return tensors
 
     def load(self, table_rows_B: torch.Tensor | None) -> None:
         """Gather the rows' states for the coming forward; None: the rows have no history."""
@@ -52,16 +51,32 @@ class RecurrentLayer(LinearAttentionLayer):
     def _gathered(
         self, all_states: Sequence[Any], table_rows_B: torch.Tensor
     ) -> dict[int, torch.Tensor | None]:
-        return {
-            index: None if states is None else states.index_select(0, table_rows_B)
-            for index, states in enumerate(all_states)
-        }
+        gathered: dict[int, torch.Tensor | None] = {}
+        for index, states in enumerate(all_states):
+            gathered[index] = None
+            if states is not None:
+                gathered[index] = states.index_select(0, table_rows_B)
+        return gathered
 
     def save(self, table_rows_B: torch.Tensor) -> None:
         for name, all_states in self.states.items():
             for index, states in enumerate(all_states):
                 if states is not None:
                     states.index_copy_(0, table_rows_B, getattr(self, name)[index])
+
+
+def _zeros(
+    specs: Sequence[TensorSpec | None], num_table_rows: int, device: torch.device
+) -> list[torch.Tensor | None]:
+    """Return the states of all table rows before any forward; None: the layer leaves one unused."""
+    tensors: list[torch.Tensor | None] = []
+    for spec in specs:
+        if spec is None:
+            tensors.append(None)
+        else:
+            shape = (num_table_rows, *spec.shape)
+            tensors.append(torch.zeros(shape, dtype=spec.dtype, device=device))
+    return tensors
 
 
 # More than one, to tell a tensor with a row for each sequence from one that all share.
@@ -81,21 +96,28 @@ class OpaqueStateAdapter:
         `ConfigurationError` if there are no states, or they grow with the tokens.
         """
         self._template = long
-        states, later = _states(short), _states(long)
+        states = _states(short)
+        later = _states(long)
         if not states or [s.shape for s in states] != [s.shape for s in later]:
             raise ConfigurationError(
                 f"the model keeps its past in {type(long).__name__}, which is neither a "
-                "transformers Cache nor of a fixed size; roll it out with model.generate."
+                "transformers Cache nor of fixed size; use model.generate for this model."
             )
-        shapes = tuple(TensorSpec(tuple(s.shape[1:]), s.dtype) for s in later)
-        self.layout = CacheLayout((LayerSpec(conv=(None,) * len(shapes), recurrent=shapes),))
+        specs = tuple(TensorSpec(tuple(tensor.shape[1:]), tensor.dtype) for tensor in later)
+        no_convolutions = (None,) * len(specs)
+        layer = LayerSpec(conv=no_convolutions, recurrent=specs)
+        self.layout = CacheLayout((layer,))
 
     def inserted(self, layer: RecurrentLayer) -> object:
         """Return the rows' states in an object as the model takes it; None: there is no history."""
         if not layer.has_previous_state[0]:
             return None
-        states = iter([s for s in layer.recurrent_states.values() if s is not None])
-        return _mapped(self._template, lambda s: next(states) if _is_state(s) else s.clone())
+        remaining = iter([s for s in layer.recurrent_states.values() if s is not None])
+
+        def taken(tensor: torch.Tensor) -> torch.Tensor:
+            return next(remaining) if _is_state(tensor) else tensor.clone()
+
+        return _mapped(self._template, taken)
 
     def extract(self, layer: RecurrentLayer, returned: object, num_rows: int) -> None:
         for index, states in enumerate(_states(returned, num_rows)):
@@ -107,8 +129,14 @@ def _is_state(tensor: torch.Tensor, num_rows: int = PROBE_ROWS) -> bool:
 
 
 def _states(nest: object, num_rows: int = PROBE_ROWS) -> list[torch.Tensor]:
+    """Return the states that an object nests, of a forward of so many rows."""
     tensors: list[torch.Tensor] = []
-    _mapped(nest, lambda tensor: tensors.append(tensor) or tensor)
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _mapped(nest, collect)
     return [tensor for tensor in tensors if _is_state(tensor, num_rows)]
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from cb_rollout.engine.kv_cache.layout import CacheLayout
@@ -13,6 +14,7 @@ from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import is_out_of_memory
 from cb_rollout.engine.memory.plan import GIB, MemoryPlan
+from cb_rollout.engine.request import Request
 from cb_rollout.errors import OutOfCacheMemoryError
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,13 +39,27 @@ class CacheStorage:
     def num_bytes(self) -> int:
         return self.cache.num_bytes if self.is_allocated else 0
 
+    def keep_routes(self, request: Request) -> None:
+        """Save the experts of a sequence's tokens before it loses its blocks."""
+        if self.layout.routes is None or not self.is_allocated or not request.num_generated:
+            return
+        size = self.table.block_size
+        positions = torch.arange(request.num_computed)
+        slots = torch.tensor(request.block_ids)[positions // size] * size + positions % size
+        new = self.cache.read_routes(devices.moved(slots, self.device)).cpu().numpy()
+        old = request.routed_experts
+        request.routed_experts = new if old is None else np.concatenate([old, new[len(old) :]])
+
     def release(self, layout: CacheLayout, plan: MemoryPlan) -> None:
         """Release the memory; the next allocation follows this layout and plan."""
         if self.is_allocated:
-            self.is_allocated, self._num_blocks = False, 0
-            del self.cache, self.table
+            self.is_allocated = False
+            self._num_blocks = 0
+            del self.cache
+            del self.table
             devices.empty_cache(self.device)
-        self.layout, self.plan = layout, plan
+        self.layout = layout
+        self.plan = plan
 
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
@@ -51,31 +67,44 @@ class CacheStorage:
         The plan may allow less than these, or fix another number. Raises `OutOfCacheMemoryError` if
         there is no memory for `at_least` blocks.
         """
-        wanted, size = self.plan.num_blocks, self.plan.block_size
+        wanted = self.plan.num_blocks
+        block_size = self.plan.block_size
         num_rows = self.plan.num_slots
         if not self.plan.is_fixed:
             wanted = min(num_blocks, wanted)
         at_least = min(at_least, wanted)
-        num_blocks = self.all_reduce_min(min(wanted, self._num_affordable(self.plan.state_bytes)))
+        num_affordable = self._num_affordable(self.plan.state_bytes)
+        num_blocks = self.all_reduce_min(min(wanted, num_affordable))
         while True:
             if num_blocks < at_least:
                 raise self._out_of_memory(at_least)
-            new = partial(PagedCache, self.layout, num_blocks=num_blocks, device=self.device)
-            cache, cause = self._attempted(partial(new, block_size=size, num_table_rows=num_rows))
+            create = partial(
+                PagedCache,
+                self.layout,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_table_rows=num_rows,
+                device=self.device,
+            )
+            cache, cause = self._attempted(create)
             if self.all_reduce_min(cache is not None):
                 break
             if num_blocks == at_least:
                 raise self._out_of_memory(at_least) from cause
             num_blocks = max(at_least, _shrunk(num_blocks))
         if num_blocks < wanted:
-            automatic = "max_memory_percent, or set training_reserve_gib"
+            knobs = "max_memory_percent, or set training_reserve_gib"
+            if self.plan.is_fixed:
+                knobs = "num_blocks"
             _LOGGER.warning(
                 f"no memory for {wanted} KV cache blocks ({self._size(wanted)}): {num_blocks} are "
-                f"taken ({self._size(num_blocks)}); {self._free_now()}. Fewer sequences run "
-                f"together. Lower {'num_blocks' if self.plan.is_fixed else automatic}."
+                f"allocated ({self._size(num_blocks)}); {self._free_now()}. Fewer sequences run "
+                f"together, which is slower. Lower {knobs}."
             )
-        self.cache, self.table = cache, BlockTable(num_rows, size, self.device)
-        self.is_allocated, self._num_blocks = True, num_blocks
+        self.cache = cache
+        self.table = BlockTable(num_rows, block_size, self.device)
+        self.is_allocated = True
+        self._num_blocks = num_blocks
         return num_blocks
 
     def _attempted(self, allocate: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 GIB = 1024**3
 
@@ -24,11 +24,11 @@ class TrainingBytes:
     """Bytes of a device's memory that training holds, and those that it will still allocate."""
 
     weights: int = 0
-    """Of the trained model, and of the copy that generates where there is one."""
+    """Weights of the trained model, and of the generating copy if there is one."""
     gradients: int = 0
-    """Those that exist now."""
+    """Gradients that exist now."""
     optimizer_states: int = 0
-    """Those that exist now, where the optimizer is known."""
+    """Optimizer states that exist now, if the optimizer is known."""
     gradients_to_come: int = 0
     optimizer_states_to_come: int = 0
     """Estimated, before the first optimizer step."""
@@ -52,24 +52,30 @@ class TrainingBytes:
 
     @property
     def parts(self) -> list[Part]:
-        is_measured = "measured beside the cache" if self.is_measured else "not measured yet"
-        last = Part("activations peak", self.activations, is_measured)
-        grads, states = self.gradients_to_come, self.optimizer_states_to_come
+        """Return the rows of the plan's table about training."""
         if self.set_reserve is not None:
-            last = Part("training reserve", self.set_reserve, "training_reserve_gib")
-            grads = states = 0
-        now = "" if self.set_reserve is None else "now"
+            return [
+                Part("weights", self.weights),
+                Part("gradients", self.gradients, "now"),
+                Part("optimizer states", self.optimizer_states, "now"),
+                Part("training reserve", self.set_reserve, "training_reserve_gib"),
+            ]
+        activations_note = "not measured yet"
+        if self.is_measured:
+            activations_note = "measured beside the cache"
+        gradients = self.gradients + self.gradients_to_come
+        states = self.optimizer_states + self.optimizer_states_to_come
         return [
             Part("weights", self.weights),
-            Part("gradients", self.gradients + grads, _to_come(grads) or now),
-            Part("optimizer states", self.optimizer_states + states, _to_come(states) or now),
-            last,
+            Part("gradients", gradients, _to_come(self.gradients_to_come)),
+            Part("optimizer states", states, _to_come(self.optimizer_states_to_come)),
+            Part("activations peak", self.activations, activations_note),
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """The numbers that a device, a model and the settings give to the plan."""
+    """The plan's inputs from the device, the model and the settings."""
 
     total_bytes: int
     """Memory of the device, or the part of it that this process may use."""
@@ -81,23 +87,22 @@ class MemoryModel:
     """Share, in (0, 1], of what training leaves that the cache may use."""
     block_size: int
     max_requests: int
-    """Rows of a forward at most; sequences decoded together, unless their states need too much."""
+    """Maximum rows of a forward; also of sequences decoded together, if their states fit."""
     max_batch_tokens: int
-    max_blocks_per_request: int | None = None
     bytes_per_token: int
     """Keys and values of a token, over all layers; 0 for a model that stores none."""
     bytes_per_sequence: int
-    """Recurrent states of a sequence, over all layers; 0 where the model has none."""
+    """Recurrent states of a sequence, over all layers; 0 if the model has none."""
     workspace_bytes_per_request: int
-    """Memory of a forward for each row, apart from what it gathers."""
+    """Memory of a forward per row, without gathered keys."""
     gathered_bytes_per_token: int
-    """Memory of a forward for each token of history that it gathers, of one layer at a time."""
+    """Memory of a forward per gathered token of history, for one layer at a time."""
     history_factor: int = 1
-    """Tokens that the rows of a prefill gather together, for each token that it may compute, unless
-    it has one row only."""
+    """Maximum gathered tokens of a prefill per token that it may compute, unless it has a single
+    row."""
     max_sequence_tokens: int | None = None
-    """Most tokens of a sequence, where only prefills gather; None: no limit, or decode steps
-    gather too."""
+    """Maximum tokens of a sequence if only prefills gather; None: no limit, or decode steps gather
+    too."""
     graph_bytes: int = 0
     """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
     packed_weight_bytes: int = 0
@@ -123,24 +128,33 @@ class MemoryModel:
         return self.workspace_bytes_per_request * self.max_requests
 
     def gathered_bytes_of(self, num_blocks: int) -> int:
-        """Return the most bytes that a forward gathers; a shared block counts for each row."""
+        """Return the maximum bytes that a forward gathers; a shared block counts for each row."""
         of_one_row = num_blocks
         if self.max_sequence_tokens is not None:
-            of_one_row = min(num_blocks, -(-self.max_sequence_tokens // self.block_size))
-            of_one_row = min(of_one_row, self.max_blocks_per_request or of_one_row)
-        of_prefill = -(-self.history_factor * self.max_batch_tokens // self.block_size)
-        num_gathered = max(of_one_row, min(of_prefill, self.max_requests * of_one_row))
+            of_one_row = min(num_blocks, self._blocks_for(self.max_sequence_tokens))
+        of_all_rows = self.max_requests * of_one_row
+        # Its tokens limit a prefill of several rows, but not one of a single row.
+        of_prefill = self._blocks_for(self.history_factor * self.max_batch_tokens)
+        num_gathered = max(of_one_row, min(of_prefill, of_all_rows))
         return num_gathered * self.gathered_bytes_per_token * self.block_size
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold so many tokens, the last one maybe in part."""
+        return -(-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan(MemoryModel):
-    """The memory of the KV cache, and how it follows from the rest. Prints as a table."""
+    """The size of the KV cache and the numbers behind it, in bytes. Prints as a table."""
 
     num_slots: int
-    """Most sequences decoded together; not slots of the pages. Their states come first."""
+    """Maximum sequences decoded together. Memory for their recurrent states comes first."""
     num_blocks: int
-    """Maximum of blocks that the cache may grow to."""
+    """Maximum number of blocks to which the cache may grow."""
+    offload_bytes: int = 0
+    """Maximum host memory for the keys of preempted sequences; 0 on a CPU."""
+    offload_obstacle: str = ""
+    """Reason why `cpu_offload_space` has no effect; "": it has an effect, or is 0."""
 
     @property
     def is_fixed(self) -> bool:
@@ -156,43 +170,56 @@ class MemoryPlan(MemoryModel):
         return self.num_slots * self.bytes_per_sequence
 
     @property
+    def num_tokens(self) -> int:
+        """Return the maximum number of tokens in the cache."""
+        return self.num_blocks * self.block_size
+
+    @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.bytes_per_block
 
     @property
     def forward_bytes(self) -> int:
-        """Return the bytes of a forward that gathers as many blocks as any may."""
+        """Return the bytes of the largest forward: one that gathers every block of the cache."""
         return self.workspace_bytes + self.gathered_bytes_of(self.num_blocks)
 
     @property
     def left_bytes(self) -> int:
-        """Return the unclaimed bytes; negative where more is claimed than there is."""
+        """Return the unclaimed bytes; negative if more is claimed than the device has."""
         claimed = self.training.reserve + self.forward_bytes + self.packed_weight_bytes
         return self.free_bytes - claimed - self.state_bytes - self.kv_bytes
 
     @property
     def parts(self) -> list[Part]:
         """Return the rows of the table, which add up to the total."""
-        budget = f"{self.max_memory_percent:.0%} of what training leaves"
-        how = "num_blocks" if self.is_fixed else budget
-        left = self.left_bytes
-        held, packed = self.training.held + self.graph_bytes, self.packed_weight_bytes
+        held = self.training.held + self.graph_bytes
+        limit = f"{self.max_memory_percent:.0%} of what training leaves"
+        if self.is_fixed:
+            limit = "num_blocks"
+        free_note = ""
+        if self.left_bytes < 0:
+            free_note = "more is claimed than there is"
         return [
             Part("used otherwise", self.total_bytes - self.free_bytes - held),
             *self.training.parts,
             Part("forward workspace", self.forward_bytes),
-            Part("CUDA graphs", self.graph_bytes, "" if self.graph_bytes else "none"),
-            Part("packed weights", packed, "" if packed else "none"),
+            Part("CUDA graphs", self.graph_bytes, _none_of(self.graph_bytes)),
+            Part("packed weights", self.packed_weight_bytes, _none_of(self.packed_weight_bytes)),
             Part("recurrent states", self.state_bytes, f"{self.num_slots} sequences"),
-            Part("KV cache", self.kv_bytes, f"{self.num_blocks} blocks at most, {how}"),
-            Part("free", left, "more is claimed than there is" if left < 0 else ""),
+            Part("KV cache", self.kv_bytes, f"{self.num_blocks} blocks at most, {limit}"),
+            Part("free", self.left_bytes, free_note),
         ]
 
     def __str__(self) -> str:
         rows = [Part("total", self.total_bytes), *self.parts]
-        return "\n".join(
-            f"{name:<18}{size / GIB:>11.3f} GiB  {note}".rstrip() for name, size, note in rows
-        )
+        if self.offload_bytes or self.offload_obstacle:
+            note = self.offload_obstacle or "of host memory at most, for preempted sequences"
+            rows.append(Part("offloaded keys", self.offload_bytes, note))
+        lines: list[str] = []
+        for name, num_bytes, note in rows:
+            line = f"{name:<18}{num_bytes / GIB:>11.3f} GiB  {note}"
+            lines.append(line.rstrip())
+        return "\n".join(lines)
 
 
 def create_memory_plan(model: MemoryModel) -> MemoryPlan:
@@ -200,10 +227,14 @@ def create_memory_plan(model: MemoryModel) -> MemoryPlan:
 
     States and blocks stay within the budget, and leave a forward its workspace.
     """
-    budget, num_slots, states = model.budget_bytes, model.max_requests, 0
+    budget = model.budget_bytes
     after_forward = max(0, model.rest_bytes - model.workspace_bytes)
+    num_slots = model.max_requests
+    states = 0
     if model.bytes_per_sequence:
-        for_states = min(budget, after_forward) // (STATES_DIVISOR if model.bytes_per_token else 1)
+        for_states = min(budget, after_forward)
+        if model.bytes_per_token:
+            for_states //= STATES_DIVISOR
         num_slots = min(model.max_requests, for_states // model.bytes_per_sequence)
         # Not rounded down to sequences: a plan with more memory would otherwise have one sequence
         # more and fewer blocks.
@@ -213,16 +244,33 @@ def create_memory_plan(model: MemoryModel) -> MemoryPlan:
     def bytes_beside_forward(num_blocks: int) -> int:
         return num_blocks * model.bytes_per_block + model.gathered_bytes_of(num_blocks)
 
+    most = budget
     # Blocks without keys take no memory, also where states fill the budget.
-    most = max(0, (budget - states) // block_bytes) if model.bytes_per_token else budget
-    derived = bisect_right(range(most + 1), after_forward - states, key=bytes_beside_forward) - 1
-    numbers = {field.name: getattr(model, field.name) for field in fields(MemoryModel)}
+    if model.bytes_per_token:
+        most = max(0, (budget - states) // block_bytes)
+    if model.set_blocks is None:
+        available = after_forward - states
+        # The most blocks that fit, beside what a forward gathers of them.
+        fitting = bisect_right(range(most + 1), available, key=bytes_beside_forward) - 1
+        num_blocks = max(0, fitting)
+    else:
+        num_blocks = model.set_blocks
+    numbers: dict[str, Any] = {}
+    for field in fields(MemoryModel):
+        numbers[field.name] = getattr(model, field.name)
     # The device may not count all that training holds, such as weights mapped from a file.
     counted = model.free_bytes + model.training.held + model.graph_bytes
     numbers["total_bytes"] = max(model.total_bytes, counted)
-    num_blocks = max(0, derived) if model.set_blocks is None else model.set_blocks
     return MemoryPlan(**numbers, num_slots=num_slots, num_blocks=num_blocks)
 
 
 def _to_come(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.3f} of it to come" if num_bytes else ""
+    if num_bytes == 0:
+        return ""
+    return f"{num_bytes / GIB:.3f} of it to come"
+
+
+def _none_of(num_bytes: int) -> str:
+    if num_bytes == 0:
+        return "none"
+    return ""

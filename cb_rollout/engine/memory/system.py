@@ -22,7 +22,7 @@ OUT_OF_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class DeviceMemory(NamedTuple):
-    """Memory that a device has for this process, in bytes."""
+    """Memory of a device that is available to this process, in bytes."""
 
     total_bytes: int
     free_bytes: int
@@ -37,9 +37,9 @@ _newest: dict[int, DeviceMemory] = {}
 
 
 def system_memory(num_sharers: int = 1) -> DeviceMemory:
-    """Return the tightest limit; of shared memory, one of `num_sharers` equal shares is left.
+    """Return the lowest memory limit; free memory is divided equally among `num_sharers`.
 
-    The last measurement, while the process can open no file to measure anew.
+    If the process can open no more files, the last measurement is returned.
     """
     try:
         _newest[num_sharers] = _measured(num_sharers)
@@ -51,9 +51,12 @@ def system_memory(num_sharers: int = 1) -> DeviceMemory:
 
 def _measured(num_sharers: int) -> DeviceMemory:
     system = psutil.virtual_memory()
-    shared = [DeviceMemory(system.total, system.available), container_memory()]
-    shares = [DeviceMemory(total, free // num_sharers) for total, free in shared]
-    return min(*shares, *process_limits(), key=_FREE)
+    limits: list[DeviceMemory] = []
+    for shared in (DeviceMemory(system.total, system.available), container_memory()):
+        share = DeviceMemory(shared.total_bytes, shared.free_bytes // num_sharers)
+        limits.append(share)
+    limits += process_limits()
+    return min(limits, key=_FREE)
 
 
 def process_limits() -> Iterator[DeviceMemory]:
@@ -61,7 +64,8 @@ def process_limits() -> Iterator[DeviceMemory]:
     if sys.platform != "linux":
         return
     used = psutil.Process().memory_info()
-    for kind, used_bytes in ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, used.data)):
+    used_of_limits = {resource.RLIMIT_AS: used.vms, resource.RLIMIT_DATA: used.data}
+    for kind, used_bytes in used_of_limits.items():
         limit_bytes, _ = resource.getrlimit(kind)
         if limit_bytes != resource.RLIM_INFINITY:
             yield DeviceMemory(limit_bytes, max(0, limit_bytes - used_bytes))
@@ -70,18 +74,24 @@ def process_limits() -> Iterator[DeviceMemory]:
 def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> DeviceMemory:
     """Return the tightest limit of this process's control group and the groups around it."""
     try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        lines = membership.read_text().splitlines()
     except OSError as error:
         if error.errno in OUT_OF_FILES:
             raise
         return NO_LIMIT
     tightest = NO_LIMIT
-    for _, controllers, group in lines:
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
         if controllers == "":
             limit = _tightest(root, group, "memory.max", "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            limit = _tightest(root / "memory", group, *names)
+            limit = _tightest(
+                root / "memory",
+                group,
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            )
         else:
             continue
         tightest = min(tightest, limit, key=_FREE)
@@ -89,16 +99,30 @@ def container_memory(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Device
 
 
 def _tightest(mount: Path, group: str, limit: str, used: str, reclaimable: str) -> DeviceMemory:
+    """Return the tightest limit of a control group and of those around it.
+
+    Args:
+        mount: folder of the outermost group.
+        group: path of the process's group below it.
+        limit: name of the file with a group's limit.
+        used: name of the file with its usage.
+        reclaimable: name of the statistic that counts memory which the kernel can take back.
+    """
+    limits: list[DeviceMemory] = []
     # Inside a container the process's group is often the mount itself.
-    inner = mount / group.lstrip("/")
-    groups = [g for g in (inner, *inner.parents) if g.is_relative_to(mount)]
-    limits = [_read(g / limit, g / used, g / "memory.stat", reclaimable) for g in groups]
+    innermost = mount / group.lstrip("/")
+    for folder in (innermost, *innermost.parents):
+        if not folder.is_relative_to(mount):
+            break
+        of_group = _read(folder / limit, folder / used, folder / "memory.stat", reclaimable)
+        limits.append(of_group)
     return min(limits, key=_FREE)
 
 
 def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> DeviceMemory:
     try:
-        limit_bytes, used_bytes = int(limit.read_text()), int(used.read_text())
+        limit_bytes = int(limit.read_text())
+        used_bytes = int(used.read_text())
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno in OUT_OF_FILES:
             raise
@@ -108,8 +132,12 @@ def _read(limit: Path, used: Path, statistics: Path, reclaimable: str) -> Device
         return NO_LIMIT
     try:
         # Such as the file cache, which the kernel drops when asked.
-        lines = dict(line.split() for line in statistics.read_text().splitlines())
-        used_bytes -= int(lines.get(reclaimable, 0))
+        values: dict[str, str] = {}
+        for line in statistics.read_text().splitlines():
+            name, value = line.split()
+            values[name] = value
+        used_bytes -= int(values.get(reclaimable, 0))
     except (OSError, ValueError):
         pass
-    return DeviceMemory(limit_bytes, max(0, limit_bytes - max(0, used_bytes)))
+    used_bytes = max(0, used_bytes)
+    return DeviceMemory(limit_bytes, max(0, limit_bytes - used_bytes))

@@ -1,25 +1,29 @@
-"""Check that a model computes on pages what its own plain forward computes, or refuse it.
+"""Check that a model computes the same on pages as in its plain forward, or refuse it.
 
-Chooses the batch layout and the attention backend. In float32 at least, log-probabilities show a
-model that looks ahead, counts positions in its own way, or keeps its past elsewhere; in the model's
-own precision, an engine that rounds otherwise.
+Chooses the batch layout and the attention backend; does not change the runner. Log-probabilities in
+float32 or wider reveal a model that looks ahead, counts positions in its own way, or stores its
+past elsewhere. In the model's own precision, they reveal an engine that rounds differently.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache
+from cb_rollout.engine.kv_cache.recurrent import OpaqueStateAdapter
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.eval_mode import eval_mode
-from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
+from cb_rollout.engine.model.execution import BatchLayout, ModelCheck, PagedExecution
+from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.numerics.agreement import (
     Agreement,
     Reference,
@@ -48,58 +52,152 @@ Forward = Sequence[tuple[int, int]]
 """The rows of one forward, each with the number of its tokens that are computed after it."""
 
 
-def check_model(runner: ModelRunner) -> CacheLayout:
-    """Return the cache layout, and set the runner's batch layout and attention backend.
+def check_model(runner: ModelRunner) -> ModelCheck:
+    """Find how a model runs on pages: its cache layout, batch layout and attention backend.
 
-    Raises `ConfigurationError` if the model agrees with its plain forward under no batch layout.
+    Args:
+        runner: runs the model. It is left as it was; `ModelRunner.use` takes what is found.
+
+    Raises:
+        ConfigurationError: the model agrees with its plain forward under no batch layout.
     """
-    name = type(runner.model).__name__
     rows = text_rows(runner)
-    runner.attention_backend = None
     with eval_mode(runner.model):
-        plain, failure = attempt(lambda: [runner.plain_logits(row) for row in rows])
-        if plain is None:
-            raise ConfigurationError(
-                f"{name} does not run on token ids alone ({error_text(failure)}); load a "
-                "decoder-only language model, or use model.generate."
-            ) from failure
-        layout, failure = attempt(runner.probe)
-        if layout is None:
-            layout, _ = attempt(runner.probe_opaque_states)
-        if layout is None:
-            raise ConfigurationError(
-                f"{name} does not take transformers' own cache ({error_text(failure)}); roll it "
-                "out with model.generate."
-            ) from failure
+        plain = _plain_logits(runner, rows)
+        layout, opaque_states = _probed(runner)
+        execution = replace(
+            runner.execution,
+            attention_backend=None,
+            rope=RowRope(runner.model),
+            opaque_states=opaque_states,
+        )
         if any(logits_TV.isnan().any() for logits_TV in plain):
             # Diverged weights show nothing about pages; the sampler refuses their tokens.
-            return layout
+            return ModelCheck(layout=layout, execution=execution)
         if runner.is_bitwise:
             _require_same_bits(runner)
-        found, expected = "", _references(runner, layout, rows, plain)
-        for runner.batch_layout in BatchLayout:
-            if runner.batch_layout is BatchLayout.PACKED and layout.packing_obstacle:
-                runner.packing_obstacle = layout.packing_obstacle
-                continue
+        expected = _references(runner, layout, rows, plain)
+        execution = _with_batch_layout(runner, layout, execution, rows, expected)
+        execution = _with_backend(runner, layout, execution, rows, expected)
+    return ModelCheck(layout=layout, execution=execution)
+
+
+def _plain_logits(runner: ModelRunner, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits of rows by forwards without a cache, or refuse a model that has none."""
+    plain, failure = attempt(lambda: [runner.plain_logits(row) for row in rows])
+    if plain is None:
+        raise ConfigurationError(
+            f"{type(runner.model).__name__} does not run on token ids alone "
+            f"({error_text(failure)}); load a decoder-only language model, or use model.generate."
+        ) from failure
+    return plain
+
+
+def _probed(runner: ModelRunner) -> tuple[CacheLayout, OpaqueStateAdapter | None]:
+    """Return the layout of a model's cache or states, or refuse the model."""
+    layout, failure = attempt(runner.probe)
+    if layout is not None:
+        return layout, None
+    opaque_states, _ = attempt(runner.probe_opaque_states)
+    if opaque_states is not None:
+        return opaque_states.layout, opaque_states
+    raise ConfigurationError(
+        f"{type(runner.model).__name__} does not work with transformers' own cache "
+        f"({error_text(failure)}); use model.generate."
+    ) from failure
+
+
+def _with_batch_layout(
+    runner: ModelRunner,
+    layout: CacheLayout,
+    execution: PagedExecution,
+    rows: list[list[int]],
+    expected: list[Reference],
+) -> PagedExecution:
+    """Choose the first batch layout under which pages agree with the plain forward.
+
+    Args:
+        runner: runs the model.
+        layout: of its cache.
+        execution: the rest of how it runs.
+        rows: tokens to compare on.
+        expected: what the plain forward computes of them.
+
+    Raises:
+        ConfigurationError: no batch layout agrees.
+    """
+    packing_obstacle = layout.packing_obstacle
+    differs, failure = "", None
+    for batch_layout in BatchLayout:
+        is_packed = batch_layout is BatchLayout.PACKED
+        if is_packed and packing_obstacle:
+            continue
+        tried = replace(execution, batch_layout=batch_layout, packing_obstacle=packing_obstacle)
+        with runner.using(tried):
+            differs, failure = difference(runner, layout, expected, partial(_paged, runner, rows))
+        if not differs:
+            return tried
+        if is_packed:
+            packing_obstacle = differs
+    raise ConfigurationError(_refusal(runner, rows, differs)) from failure
+
+
+def _with_backend(
+    runner: ModelRunner,
+    layout: CacheLayout,
+    execution: PagedExecution,
+    rows: list[list[int]],
+    expected: list[Reference],
+) -> PagedExecution:
+    """Choose the attention backend of decode steps: the best one that agrees, or none.
+
+    Args:
+        runner: runs the model.
+        layout: of its cache.
+        execution: the rest of how it runs, without a backend.
+        rows: tokens to compare on.
+        expected: what the plain forward computes of them.
+    """
+    if not runner.reads_pages:
+        gathered = BackendSelection(None, "max_blocks_per_request=0")
+        return replace(execution, backend_selection=gathered)
+    takes_any_lengths = execution.batch_layout.takes_any_lengths
+    is_padded = takes_any_lengths and execution.opaque_states is None
+    selection = select_backend(runner.device, layout, is_padded=is_padded)
+    selected = replace(execution, backend_selection=selection)
+    if selection.backend is None:
+        return selected
+    for reference in expected:
+        layout_in_dtype = _layout_in_dtype(layout, reference)
+        if reference.is_higher and selection.backend.obstacle(runner.device, layout_in_dtype):
+            # Compared in the model's own precision alone.
+            continue
+        backend = selection.backend(layout_in_dtype, runner.device)
+        selected = replace(selected, attention_backend=backend)
+        with runner.using(selected), devices.current(runner.device):
             paged = partial(_paged, runner, rows)
-            found, failure = difference(runner, layout, expected, paged)
-            if runner.batch_layout is BatchLayout.PACKED:
-                runner.packing_obstacle = found
-            if not found:
-                runner.backend_selection = _set_backend(runner, layout, rows, expected)
-                return layout
-        refusal = _refusal(runner, rows, found)
-    raise ConfigurationError(refusal) from failure
+            differs, _ = difference(runner, layout, [reference], paged)
+        if differs:
+            reason = f"it is not the model's own attention: {differs}"
+            return replace(execution, backend_selection=BackendSelection(None, reason))
+    return selected
 
 
 def _references(
     runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], plain: list[torch.Tensor]
 ) -> list[Reference]:
-    expected, dtype = _after_each(plain, _forwards(layout)), runner.rounding_dtype
+    """Return the references for rows on pages, the most reliable first; `plain`: their logits."""
+    dtype = runner.rounding_dtype
     if runner.is_bitwise:
-        return [Reference(expected, torch.zeros(len(expected)), dtype, is_higher=False)]
+        expected = _after_each(plain, _forwards(layout))
+        no_noise = torch.zeros(len(expected))
+        return [Reference(values=expected, noise=no_noise, dtype=dtype, is_higher=False)]
+
+    def compute() -> torch.Tensor:
+        return _after_each([runner.plain_logits(row) for row in rows], _forwards(layout))
+
     return references(
-        lambda: _after_each([runner.plain_logits(row) for row in rows], _forwards(layout)),
+        compute,
         dtype,
         runner.computing_in,
         is_coarse=runner.computes_coarsely,
@@ -114,8 +212,13 @@ def compare(
     paged: Callable[[CacheLayout], torch.Tensor],
 ) -> Agreement:
     """Compare what `paged` computes on pages of a layout with a reference, in its precision."""
-    own = layout.at_least(reference.dtype) if reference.is_higher else layout
-    return reference.compare(partial(paged, own), runner.computing_in)
+    layout_in_dtype = _layout_in_dtype(layout, reference)
+    return reference.compare(partial(paged, layout_in_dtype), runner.computing_in)
+
+
+def _layout_in_dtype(layout: CacheLayout, reference: Reference) -> CacheLayout:
+    """Return the layout that stores as many bits as a reference was computed in."""
+    return layout.at_least(reference.dtype) if reference.is_higher else layout
 
 
 def difference(
@@ -135,22 +238,24 @@ def difference(
     return "", None
 
 
-def _refusal(runner: ModelRunner, rows: list[list[int]], found: str) -> str:
+def _refusal(runner: ModelRunner, rows: list[list[int]], differs: str) -> str:
+    """Return the text of the error; `differs` says how the last batch layout does."""
     name = type(runner.model).__name__
     if runner.is_bitwise:
         return (
-            f"numerics='bitwise': {name} computes other bits from its cache than without one "
-            f"({found}); leave numerics at 'fast'."
+            f"numerics='bitwise': {name} computes different bits with a cache than without one "
+            f"({differs}); leave numerics at 'fast'."
         )
-    advice = attempt(lambda: _advice(runner, rows))[0] or "Roll"
-    return f"{name} cannot run on a paged cache: {found}. {advice} it out with model.generate."
+    advice, _ = attempt(lambda: _advice(runner, rows))
+    advice = advice or "Use model.generate."
+    return f"{name} cannot run on a paged cache: {differs}. {advice}"
 
 
 def _require_same_bits(runner: ModelRunner) -> None:
-    """Refuse a model whose logits are other bits beside other rows, padded, or by other threads."""
-    drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
-    rows = [[next(drawn) for _ in range(length)] for length in LENGTHS_OF_BITS]
-    longest, num_threads = max(LENGTHS_OF_BITS), torch.get_num_threads()
+    """Refuse a model whose logits' bits depend on other rows, on padding, or on threads."""
+    rows = _drawn_rows(runner, LENGTHS_OF_BITS)
+    longest = max(LENGTHS_OF_BITS)
+    num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         alone = [runner.plain_logits(row) for row in rows]
@@ -165,70 +270,62 @@ def _require_same_bits(runner: ModelRunner) -> None:
                 if not torch.equal(beside_TV, logits_TV):
                     nats = (beside_TV - logits_TV).abs().max()
                     raise ConfigurationError(
-                        f"numerics='bitwise': {type(runner.model).__name__} computes other bits for"
-                        f" a row in a padded batch than alone (logits differ by {nats:.2g}); leave"
-                        " numerics at 'fast'."
+                        f"numerics='bitwise': {type(runner.model).__name__} computes different "
+                        "bits for a row in a padded batch than alone (logits differ by "
+                        f"{nats:.2g}); leave numerics at 'fast'."
                     )
     finally:
         torch.set_num_threads(num_threads)
 
 
 def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
-    def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
-        found, expected = (logits.log_softmax(-1) for logits in (logits_TV, expected_TV))
-        noise = rounding_noise(expected, None, runner.rounding_dtype)
-        return bool(agrees(found, expected, noise))
+    """Return sentences that say why a refused model cannot use pages, and what to do."""
 
-    alike = [row[: min(map(len, rows))] for row in rows]
+    def is_same(logits_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
+        logprobs_TV = logits_TV.log_softmax(-1)
+        expected_logprobs_TV = expected_TV.log_softmax(-1)
+        noise = rounding_noise(expected_logprobs_TV, None, runner.rounding_dtype)
+        return bool(agrees(logprobs_TV, expected_logprobs_TV, noise))
+
+    shortest = min(map(len, rows))
+    alike = [row[:shortest] for row in rows]
     alone = [runner.plain_logits(row) for row in alike]
     if not is_same(runner.plain_logits(alike[0]), alone[0]):
-        return "Two forwards of the same tokens differ, as those of a diffusion model do; roll"
+        return (
+            "Two forwards of the same tokens differ, as they do in a diffusion model; use "
+            "model.generate."
+        )
     for index, row in enumerate(alike):
         others = alike[:index] + alike[index + 1 :]
         if not is_same(runner.plain_logits(row, beside=others), alone[index]):
             return (
-                "What it computes for a sequence depends on what else is in the forward, as where "
-                "activations are quantised together (quantize_dynamic, or llm_int8_threshold above "
-                "0); quantise only the weights, or roll"
+                "Its results for a sequence depend on what else is in the forward, for example "
+                "because activations are quantised together (quantize_dynamic, or "
+                "llm_int8_threshold above 0); quantise only the weights, or use model.generate."
             )
     for row, logits_TV in zip(alike, alone, strict=True):
         if not is_same(runner.plain_logits(row[:1]), logits_TV[:1]):
             return (
-                "It looks ahead: set is_decoder=True in its config if it is an encoder; if its "
-                "prompt attends both ways, as PaliGemma's, its keys cannot be kept, so roll"
+                "It looks ahead: set is_decoder=True in its config if it is an encoder. If its "
+                "prompt attends in both directions, as PaliGemma's does, its keys cannot be kept; "
+                "use model.generate."
             )
-    return "Roll"
-
-
-def _set_backend(
-    runner: ModelRunner, layout: CacheLayout, rows: list[list[int]], expected: list[Reference]
-) -> BackendSelection:
-    is_padded = runner.batch_layout.takes_any_lengths and runner.opaque_states is None
-    choice = select_backend(runner.device, layout, is_padded=is_padded)
-    if choice.backend is None:
-        return choice
-    for reference in expected:
-        own = layout.at_least(reference.dtype) if reference.is_higher else layout
-        if reference.is_higher and choice.backend.obstacle(runner.device, own):
-            # Compared in the model's own precision alone.
-            continue
-        runner.attention_backend = choice.backend(own, runner.device)
-        with devices.current(runner.device):
-            found, _ = difference(runner, layout, [reference], partial(_paged, runner, rows))
-        if found:
-            runner.attention_backend = None
-            return BackendSelection(None, f"it is not the model's own attention: {found}")
-    return choice
+    return "Use model.generate."
 
 
 def text_rows(runner: ModelRunner) -> list[list[int]]:
     """Return prompts and two more tokens each, of distinct ids that stand for text."""
+    return _drawn_rows(runner, [length + 2 for length in PROMPT_LENGTHS])
+
+
+def _drawn_rows(runner: ModelRunner, lengths: Sequence[int]) -> list[list[int]]:
+    """Return rows of these lengths, made of text token ids that do not repeat while they last."""
     drawn = itertools.cycle(hf_compat.text_token_ids(runner.model))
-    return [[next(drawn) for _ in range(length + 2)] for length in PROMPT_LENGTHS]
+    return [list(itertools.islice(drawn, length)) for length in lengths]
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
-    """Return (result, None), or (None, error) where the model itself raises."""
+    """Return (result, None), or (None, error) if the model itself raises."""
     try:
         return function(), None
     except (ConfigurationError, torch.OutOfMemoryError):
@@ -240,14 +337,16 @@ def attempt(function: Callable[[], Result]) -> tuple[Result | None, Any]:
 def _forwards(layout: CacheLayout) -> list[Forward]:
     """Return prefills, a decode of each row by itself, and one of all rows.
 
-    A row by itself has other columns, which shows a model that takes columns for positions.
+    A single row has different columns than in a batch, which reveals a model that uses columns as
+    positions.
     """
-    lengths = list(enumerate(PROMPT_LENGTHS))
-    decodes = [[(row, length + 1)] for row, length in lengths]
-    together = [(row, length + 2) for row, length in lengths]
+    prompts = list(enumerate(PROMPT_LENGTHS))
+    decodes = [[(row, length + 1)] for row, length in prompts]
+    together = [(row, length + 2) for row, length in prompts]
     if layout.is_recurrent:
-        return [lengths, *decodes, together]
-    return [CHUNKS, [pair for pair in lengths if pair not in CHUNKS], *decodes, together]
+        return [prompts, *decodes, together]
+    rest_of_prompts = [pair for pair in prompts if pair not in CHUNKS]
+    return [CHUNKS, rest_of_prompts, *decodes, together]
 
 
 def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Tensor:
@@ -262,11 +361,18 @@ def _paged(runner: ModelRunner, rows: list[list[int]], layout: CacheLayout) -> t
     logits: list[torch.Tensor] = []
     num_computed = [0] * len(rows)
     for forward in _forwards(layout):
-        table_rows, lengths = zip(*forward, strict=True)
-        new_tokens = [rows[row][num_computed[row] : length] for row, length in forward]
-        logits.append(runner.logits(ForwardBatch(new_tokens, lengths, table_rows, cache, table)))
+        new_tokens: list[list[int]] = []
         for row, length in forward:
+            new_tokens.append(rows[row][num_computed[row] : length])
             num_computed[row] = length
+        batch = ForwardBatch(
+            new_tokens=new_tokens,
+            lengths=[length for _, length in forward],
+            table_rows=[row for row, _ in forward],
+            cache=cache,
+            table=table,
+        )
+        logits.append(runner.logits(batch))
     return torch.cat(logits).log_softmax(-1)
 
 
@@ -283,6 +389,10 @@ def pages_for(
         device=runner.device,
     )
     table = BlockTable(num_rows, BLOCK_SIZE, runner.device)
-    entries = itertools.product(range(num_rows), range(blocks_per_row))
-    table.write([(row, index, 1 + row * blocks_per_row + index) for row, index in entries])
+    entries: list[tuple[int, int, int]] = []
+    for row in range(num_rows):
+        for index in range(blocks_per_row):
+            block = 1 + row * blocks_per_row + index
+            entries.append((row, index, block))
+    table.write(entries)
     return cache, table

@@ -20,7 +20,7 @@ _LOCK = threading.Lock()
 
 @dataclass(slots=True)
 class _Use:
-    """The users of a model, and what the last of them closes to restore its modules."""
+    """The users of a model, and the context that the last user closes to restore its modules."""
 
     num_users: int = 0
     replaced: ExitStack = field(default_factory=ExitStack)

@@ -4,8 +4,9 @@ B: rows, Q: new tokens of the longest row, S: tokens of the longest row, N: new 
 T: tokens of all rows, A: axes of positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -33,14 +34,14 @@ class ForwardInputs:
 
 def packed_inputs(batch: ForwardBatch) -> ForwardInputs:
     """Return the new tokens of all rows as one row, without padding."""
-    lengths, num_new, num_keys = batch.lengths, batch.num_new, sum(batch.lengths)
     device = batch.table.blocks.device
-    ends, key_ends = list(accumulate(num_new)), list(accumulate(lengths))
-    segments = [
-        Segment(end - new, new, (range(key_end - length, key_end - new),), key_end - new)
-        for end, new, key_end, length in zip(ends, num_new, key_ends, lengths, strict=True)
-    ]
-    lengths_B, table_rows_B = to_device(lengths, device), to_device(batch.table_rows, device)
+    new_of_rows = batch.num_new
+    segments = _segments(new_of_rows, batch.lengths)
+    num_new = sum(new_of_rows)
+    num_keys = sum(batch.lengths)
+    is_fresh = num_new == num_keys
+    lengths_B = to_device(batch.lengths, device)
+    table_rows_B = to_device(batch.table_rows, device)
     starts_B = lengths_B.cumsum(0) - lengths_B
 
     def of_each_key(values_B: torch.Tensor) -> torch.Tensor:
@@ -51,32 +52,66 @@ def packed_inputs(batch: ForwardBatch) -> ForwardInputs:
     positions_T = places_T
     if batch.position_offsets:
         positions_T = places_T + of_each_key(to_device(batch.position_offsets, device))
-    positions_N, slots_N, is_fresh = positions_T, slots_T, ends[-1] == num_keys
-    if not is_fresh:
-        new_N = to_device([key for segment in segments for key in segment.own_keys], device)
-        positions_N, slots_N = positions_T[new_N], slots_T[new_N]
-    read_slots_1T = None if is_fresh else slots_T[None]
-    return ForwardInputs(
-        to_device([token for row in batch.new_tokens for token in row], device)[None],
-        positions_N[None],
-        no_mask(device),
-        SlotMapping(
-            *(num_keys - ends[-1], table_rows_B, None, slots_N, read_slots_1T, places_T[None]),
-            is_packed=True,
-        ),
-        segments,
-        to_device([end - 1 for end in ends], device),
+    if is_fresh:
+        positions_N = positions_T
+        slots_N = slots_T
+        read_slots_1T = None
+    else:
+        keys_of_new = [key for segment in segments for key in segment.own_keys]
+        new_N = to_device(keys_of_new, device)
+        positions_N = positions_T[new_N]
+        slots_N = slots_T[new_N]
+        read_slots_1T = slots_T[None]
+    mapping = SlotMapping(
+        num_cached=num_keys - num_new,
+        table_rows_B=table_rows_B,
+        write_tokens=None,
+        write_slots=slots_N,
+        read_slots_BS=read_slots_1T,
+        positions_BS=places_T[None],
+        is_packed=True,
     )
+    new_tokens = list(chain.from_iterable(batch.new_tokens))
+    last_tokens = [end - 1 for end in accumulate(new_of_rows)]
+    return ForwardInputs(
+        input_ids=to_device(new_tokens, device)[None],
+        positions=positions_N[None],
+        mask=no_mask(device),
+        mapping=mapping,
+        segments=segments,
+        last_B=to_device(last_tokens, device),
+    )
+
+
+def _segments(num_new: Sequence[int], lengths: Sequence[int]) -> list[Segment]:
+    """Return each row's new tokens in a packed row, and the keys of its history.
+
+    `num_new` counts each row's new tokens, and `lengths` all of its tokens. The keys of all tokens
+    are in one row too.
+    """
+    segments: list[Segment] = []
+    start = 0
+    first_key = 0
+    for new, length in zip(num_new, lengths, strict=True):
+        first_own_key = first_key + length - new
+        history = range(first_key, first_own_key)
+        segment = Segment(start=start, length=new, prefix=(history,), key_start=first_own_key)
+        segments.append(segment)
+        start += new
+        first_key += length
+    return segments
 
 
 def padded_inputs(batch: ForwardBatch) -> ForwardInputs:
     """Return the new tokens of each row, left-padded to those of the longest."""
-    lengths, num_new = batch.lengths, batch.num_new
     device = batch.table.blocks.device
-    Q, is_fresh = max(num_new), batch.is_fresh
-    S = Q if is_fresh else max(lengths)
+    num_new = batch.num_new
+    is_fresh = batch.is_fresh
+    Q = max(num_new)
+    S = Q if is_fresh else max(batch.lengths)
     padded = [[0] * (Q - len(row)) + list(row) for row in batch.new_tokens]
-    lengths_B, table_rows_B = to_device(lengths, device), to_device(batch.table_rows, device)
+    lengths_B = to_device(batch.lengths, device)
+    table_rows_B = to_device(batch.table_rows, device)
     positions_BS = lengths_B[:, None] - S + torch.arange(S, device=device)
     is_token_BS = positions_BS >= 0
     positions_BS = positions_BS.clamp(min=0)
@@ -95,10 +130,20 @@ def padded_inputs(batch: ForwardBatch) -> ForwardInputs:
     if not is_fresh:
         read_slots_BS = batch.table.slots(table_rows_B, positions_BS)
         read_slots_BS = read_slots_BS.masked_fill(~is_token_BS, PADDING_SLOT)
-    mask_BS = is_token_BS.to(torch.int64)
+    mask = is_token_BS.to(torch.int64)
+    if not batch.cache.layout.has_keys:
+        mask = mask[:, S - Q :]
+    mapping = SlotMapping(
+        num_cached=S - Q,
+        table_rows_B=table_rows_B,
+        write_tokens=write_tokens,
+        write_slots=slots_BQ,
+        read_slots_BS=read_slots_BS,
+        positions_BS=positions_BS,
+    )
     return ForwardInputs(
-        to_device(padded, device),
-        positions_BQ,
-        mask_BS if batch.cache.layout.has_keys else mask_BS[:, S - Q :],
-        SlotMapping(S - Q, table_rows_B, write_tokens, slots_BQ, read_slots_BS, positions_BS),
+        input_ids=to_device(padded, device),
+        positions=positions_BQ,
+        mask=mask,
+        mapping=mapping,
     )

@@ -56,8 +56,8 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
             "rollout dtype, autocast", value=repr(config.rollout_dtype), precision=repr(word)
         )
     raise ConfigurationError(
-        f"rollout_dtype={config.rollout_dtype!r} needs other weights than the model's {own}; use "
-        "'auto', or weight_sync='copy'."
+        f"rollout_dtype={config.rollout_dtype!r} differs from the dtype of the model's weights, "
+        f"{own}; use 'auto', or weight_sync='copy'."
     )
 
 

@@ -26,24 +26,24 @@ def probe(
     cache = RecordingCache(config=config)
     with hf_compat.replacing_attention(cache.attend):
         forward(torch.zeros(1, PROBE_TOKENS, dtype=torch.int64), cache)
-    return CacheLayout(
-        tuple(
-            _read(layer, *cache.recorded.get(i, (None, None)))
-            for i, layer in enumerate(cache.layers)
-        )
-    )
+    layers: list[LayerSpec] = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = cache.recorded.get(index, (None, None))
+        layers.append(_read(layer, keys, values))
+    return CacheLayout(tuple(layers))
 
 
 class RecordingCache(DynamicCache):
     """Record the shapes and dtypes of keys and values; layers store both in one dtype.
 
-    Autocast casts the inputs of attention. Keys and values that go straight to an attention
-    function are recorded in that dtype, since to store them cast changes no bit of the result.
+    Autocast casts the inputs of attention. Keys and values that go directly to an attention
+    function are recorded in the cast dtype, because storing them cast does not change the result.
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super().__init__(config=config)
-        self.recorded: dict[int, tuple[TensorSpec, ...]] = {}
+        self.recorded: dict[int, tuple[TensorSpec, TensorSpec]] = {}
+        """Keys and values of a token, by layer."""
         self._returned: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def update(
@@ -69,16 +69,22 @@ class RecordingCache(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call the model's attention; note what autocast casts the last update's states to."""
+        """Call the model's attention; note what autocast casts the last update's states to.
+
+        Args:
+            own_attention: the model's attention function.
+            module: the layer that calls it.
+            query: as of `own_attention`.
+            key: as of `own_attention`.
+            value: as of `own_attention`.
+            args: further arguments of `own_attention`.
+            kwargs: further arguments of `own_attention`.
+        """
         layer_idx, keys, values = self._returned or (-1, None, None)
         if keys is key and values is value and torch.is_autocast_enabled(key.device.type):
             dtype = torch.get_autocast_dtype(key.device.type)
-            # Autocast leaves float64 as it is.
-            keys_and_values = (
-                s if s.dtype == torch.float64 else replace(s, dtype=dtype)
-                for s in self.recorded[layer_idx]
-            )
-            self.recorded[layer_idx] = tuple(keys_and_values)
+            key_spec, value_spec = self.recorded[layer_idx]
+            self.recorded[layer_idx] = (_cast(key_spec, dtype), _cast(value_spec, dtype))
         return own_attention(module, query, key, value, *args, **kwargs)
 
     # Without attention layers, transformers 5.23 raises in the next two.
@@ -89,32 +95,40 @@ class RecordingCache(DynamicCache):
         return super().get_seq_length(layer_idx) if self._has_attention() else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        has = self._has_attention()
-        return super().get_mask_sizes(query_length, layer_idx) if has else (query_length, 0)
+        if not self._has_attention():
+            return query_length, 0
+        return super().get_mask_sizes(query_length, layer_idx)
+
+
+def _cast(spec: TensorSpec, dtype: torch.dtype) -> TensorSpec:
+    """Return these tensors as autocast to `dtype` casts them; it does not cast float64."""
+    return spec if spec.dtype == torch.float64 else replace(spec, dtype=dtype)
 
 
 def _read(layer: object, keys: TensorSpec | None, values: TensorSpec | None) -> LayerSpec:
+    """Return what a cache layer stores; `keys` and `values`: of a token, None where it has none."""
     if type(layer) not in hf_compat.pageable_layers():
         if isinstance(layer, CacheLayerMixin):
             raise ConfigurationError(
-                f"a {type(layer).__name__} layer stores what the engine cannot keep in pages; "
-                "roll this model out with model.generate."
+                f"a {type(layer).__name__} layer caches state that does not fit the paged cache; "
+                "use model.generate for this model."
             )
         return LayerSpec()
     index, num_index_positions = hf_compat.token_index(layer)
-    conv, recurrent = (), ()
+    conv: tuple[TensorSpec | None, ...] = ()
+    recurrent: tuple[TensorSpec | None, ...] = ()
     if isinstance(layer, LinearAttentionLayer):
         indices = range(layer.number_of_states)
         conv = tuple(_per_sequence(layer.conv_states[i]) for i in indices)
         recurrent = tuple(_per_sequence(layer.recurrent_states[i]) for i in indices)
     return LayerSpec(
-        keys,
-        values,
-        None if index is None else _per_token(index),
-        num_index_positions,
-        conv,
-        recurrent,
-        getattr(layer, "sliding_window", None),
+        keys=keys,
+        values=values,
+        index=None if index is None else _per_token(index),
+        num_index_positions=num_index_positions,
+        conv=conv,
+        recurrent=recurrent,
+        window=getattr(layer, "sliding_window", None),
     )
 
 

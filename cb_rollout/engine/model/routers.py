@@ -1,13 +1,14 @@
 """Find the routers of a mixture of experts, record the experts that they choose, and replay them.
 
-A router chooses experts by `torch.topk` over scores of each token, in a small forward that is
-watched. A replay hands it the recorded experts with its own scores of them, so gradients reach it.
+A router chooses experts by `torch.topk` over each token's scores; a small observed forward shows
+these calls. A replay gives the router the recorded experts with its own scores for them, so that
+gradients still reach it.
 
 B: rows, S: tokens of a row, N: tokens of a forward, L: routers, K: experts of a token.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +41,7 @@ WatchedForward = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RouterSite(NamedTuple):
-    """The call with which a router chooses."""
+    """The `torch.topk` call with which a router chooses experts."""
 
     module: str
     """Name of the module within the unwrapped model."""
@@ -66,7 +67,7 @@ class Routers:
 
     @property
     def spec(self) -> TensorSpec:
-        """Return the record of one token: `(L, K)`, in the smallest integers that hold it."""
+        """Return shape and dtype of one token's record: `(L, K)`, in the smallest integer dtype."""
         dtype = torch.uint8 if self.num_experts <= 256 else torch.int16
         return TensorSpec((len(self.sites), self.num_chosen), dtype)
 
@@ -91,9 +92,10 @@ class Routers:
         routes_NLK: torch.Tensor | None,
         counts: "Disagreement | None" = None,
     ) -> AbstractContextManager[None]:
-        """Have a forward of an unwrapped model take recorded experts, in checkpoints again too.
+        """Make a forward of an unwrapped model use recorded experts, also when it is recomputed.
 
-        `routes_NLK` is of `joined_routes`; `counts` counts choices of routers that differ from it.
+        `routes_NLK` comes from `joined_routes`; `counts` counts the router choices that differ from
+        it.
         """
         if routes_NLK is None:
             return nullcontext()
@@ -123,7 +125,7 @@ def _intercepting(
 
 
 class _PassedTopK(TorchFunctionMode):
-    """Pass what each `torch.topk` returns, before its arguments, through a function."""
+    """Pass each `torch.topk` call's result and arguments through a function."""
 
     def __init__(self, passed: Callable[..., Any]) -> None:
         super().__init__()
@@ -147,7 +149,7 @@ class RouteRecorder:
 
     @contextmanager
     def recording(self, model: torch.nn.Module) -> Iterator[None]:
-        """Record the forward inside, which takes the experts of `expect` where they are known."""
+        """Record the forward inside, which uses the experts from `expect` where they are set."""
         self._chosen = []
         try:
             with self.routers.choosing(model, self._choose):
@@ -163,19 +165,30 @@ class RouteRecorder:
         *,
         is_padded: bool,
     ) -> None:
-        """Set the experts that the first tokens of the next forward's rows took before.
+        """Set recorded experts for the first tokens of each row of the next forward.
 
-        `routes` has an array `[tokens, L, K]` or None for each row; empty: no row has one.
-        `is_padded`: rows are left-padded to the longest; False: they stand in one row.
+        Args:
+            routes: an array `[tokens, L, K]` or None for each row; empty: no row has one.
+            num_new: tokens of each row in the forward.
+            device: the model's.
+            is_padded: rows are left-padded to the longest; False: they are concatenated.
         """
-        Q = max(num_new)
-        pairs = zip(routes, num_new, strict=True) if routes else ()
-        rows = [(record, Q - new, Q) if is_padded else (record, 0, new) for record, new in pairs]
-        self._known = joined_routes(rows, device)
+        if not routes:
+            self._known = None
+            return
+        longest = max(num_new)
+        parts: list[tuple[Any, int, int]] = []
+        for record, new in zip(routes, num_new, strict=True):
+            if is_padded:
+                parts.append((record, longest - new, longest))
+            else:
+                parts.append((record, 0, new))
+        self._known = joined_routes(parts, device)
 
     def take(self) -> torch.Tensor:
-        """Return what the last forward's tokens took, `[N, L, K]` in the dtype of a record."""
-        chosen, self._chosen = self._chosen, []
+        """Return the experts of the last forward's tokens, `[N, L, K]`, in the record's dtype."""
+        chosen = self._chosen
+        self._chosen = []
         assert len(chosen) == len(self.routers.sites), "a router ran twice, or not at all"
         return torch.stack(chosen, 1)
 
@@ -188,7 +201,7 @@ class RouteRecorder:
 
 
 class Disagreement:
-    """Counts choices of routers that differ from the recorded experts, whatever their order."""
+    """Counts router choices that differ from the recorded experts, ignoring their order."""
 
     def __init__(self) -> None:
         self._differing: torch.Tensor | int = 0
@@ -201,9 +214,11 @@ class Disagreement:
         self._compared = self._compared + is_known_N.sum()
 
     def take(self) -> float | None:
-        """Return the share that differed since the last call; None: none was compared."""
-        differing, compared = int(self._differing), int(self._compared)
-        self._differing = self._compared = 0
+        """Return the share that differed since the last call; None: nothing was compared."""
+        differing = int(self._differing)
+        compared = int(self._compared)
+        self._differing = 0
+        self._compared = 0
         return differing / compared if compared else None
 
 
@@ -223,15 +238,17 @@ def _replaced(scores: torch.Tensor, found: Any, routes_NK: torch.Tensor) -> Any:
 def joined_routes(
     parts: Sequence[tuple[Any, int, int]], device: torch.device
 ) -> torch.Tensor | None:
-    """Lay records of sequences out for one forward; None: there are none.
+    """Lay out the records of sequences for one forward; None: there are no records.
 
-    Each part is (record or None, padding, length): `[tokens, L, K]` of a row's first tokens, the
-    columns before them, and all columns. Returns int16 `[N, L, K]`, `UNKNOWN` without a record.
+    Each part is (record or None, padding, length): the `[tokens, L, K]` record of a row's first
+    tokens, the number of padding columns before them, and the total number of columns. Returns
+    int16 `[N, L, K]`, with `UNKNOWN` for tokens without a record.
     """
     shapes = [record.shape[1:] for record, _, _ in parts if record is not None and len(record)]
     if not shapes:
         return None
-    joined = np.full((sum(length for *_, length in parts), *shapes[0]), UNKNOWN, np.int16)
+    num_tokens = sum(length for _, _, length in parts)
+    joined = np.full((num_tokens, *shapes[0]), UNKNOWN, np.int16)
     first = 0
     for record, padding, length in parts:
         if record is not None:
@@ -243,7 +260,8 @@ def joined_routes(
 
 def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
     """Find a model's routers by small `forward`s in evaluation mode; `ConfigurationError`: none."""
-    calls, others = (_watched(model, forward, size) for size in WATCHED_SIZES)
+    calls = _watched(model, forward, WATCHED_SIZES[0])
+    others = _watched(model, forward, WATCHED_SIZES[1])
     common = {(call.site, call.num_experts) for call in others}
     last: dict[str, _TopK] = {}
     for call in calls:
@@ -296,28 +314,34 @@ def _watched(model: torch.nn.Module, forward: WatchedForward, size: tuple[int, i
 
 
 def _token_ids(model: Any, size: tuple[int, int]) -> torch.Tensor:
-    ids = itertools.islice(itertools.cycle(hf_compat.text_token_ids(model)), size[0] * size[1])
-    return devices.to_device(list(ids), next(model.parameters()).device).view(size)
+    """Return text token ids, `[B, S]` of these sizes, on the model's device."""
+    num_rows, num_tokens = size
+    text_ids = itertools.cycle(hf_compat.text_token_ids(model))
+    ids = list(itertools.islice(text_ids, num_rows * num_tokens))
+    return devices.to_device(ids, next(model.parameters()).device).view(size)
 
 
 def _require_all_found(model: torch.nn.Module, chosen: Sequence[_TopK]) -> None:
-    """Refuse a model with more stacks of experts than routers: the others choose in another way."""
+    """Refuse a model with more expert layers than routers: some choose experts in another way."""
     sizes = {call.num_experts for call in chosen}
-    stacks = [
-        name
-        for name, module in model.named_modules()
-        if any(p.dim() == 3 and p.shape[0] in sizes for p in module.parameters(recurse=False))
-        and not isinstance(module, torch.nn.modules.conv._ConvNd)
-    ]
-    if len(stacks) > len(chosen):
+    num_stacks = sum(_is_stack_of_experts(module, sizes) for module in model.modules())
+    if num_stacks > len(chosen):
         chosen_by = f"{len(chosen)} of them are chosen by torch.topk over the scores of each token"
-        raise _refusal(model, f"has {len(stacks)} stacks of experts, and {chosen_by}")
+        raise _refusal(model, f"has {num_stacks} stacks of experts, and {chosen_by}")
+
+
+def _is_stack_of_experts(module: torch.nn.Module, sizes: Container[int]) -> bool:
+    """Return whether a module holds one matrix per expert of a router."""
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        return False
+    parameters = module.parameters(recurse=False)
+    return any(p.dim() == 3 and p.shape[0] in sizes for p in parameters)
 
 
 def _require_effect(
     model: torch.nn.Module, routers: Routers, forward: WatchedForward, least_experts: int
 ) -> None:
-    """Refuse a model that computes alike with other experts, or differently with its own."""
+    """Refuse a model if replaying other experts has no effect, or replaying its own has one."""
     ids = _token_ids(model, WATCHED_SIZES[0])
     recorder = RouteRecorder(routers)
     with recorder.recording(model):

@@ -7,7 +7,7 @@ Of routes: N: tokens, L: routers, K: experts of a token.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import StrEnum
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,22 +18,32 @@ from cb_rollout.compat import accelerate as accelerate_compat
 from cb_rollout.compat import inductor, multimodal
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.compat import transformers as hf_compat
-from cb_rollout.compat.module_state import forward_identity
+from cb_rollout.compat.module_state import forward_identity, with_active_adapter
 from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.rope import RowRope
 from cb_rollout.engine.attention.backend import AttentionBackend
+from cb_rollout.engine.attention.compiled_prefill import (
+    CompiledPrefill,
+    PrefillCache,
+    TraceablePrefill,
+    attend_to_pages,
+)
 from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs, UnsupportedAttentionError
-from cb_rollout.engine.attention.packed import PackedAttention, Segment
-from cb_rollout.engine.attention.selector import select_backend
+from cb_rollout.engine.attention.packed import PackedAttention, Segment, no_mask
+from cb_rollout.engine.attention.selector import BackendSelection, select_backend
 from cb_rollout.engine.attention.traced_forward import Traceable
 from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages
 from cb_rollout.engine.kv_cache.forward_batch import ForwardBatch
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.recurrent import PROBE_ROWS, OpaqueStateAdapter
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.adapters import AdapterSource, LayerAdapters
 from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.execution import BatchLayout, ImageCheck, PagedExecution
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.forward_inputs import ForwardInputs, packed_inputs, padded_inputs
+from cb_rollout.engine.model.mixing import AdapterMixing
 from cb_rollout.engine.model.probe import PROBE_TOKENS, probe
 from cb_rollout.engine.model.routers import (
     RouteRecorder,
@@ -41,6 +51,7 @@ from cb_rollout.engine.model.routers import (
     find_routers,
     joined_routes,
 )
+from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.sampling.draw import chosen_logprobs
@@ -48,30 +59,8 @@ from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.errors import ConfigurationError
 
 
-class BatchLayout(StrEnum):
-    """The rows that a model takes together in one forward."""
-
-    PACKED = "packed"
-    """All rows, in a prefill one after the other without padding, in a decode step as PADDED."""
-    PADDED = "padded"
-    """All rows, left-padded, with a mask and each token's position."""
-    EQUAL_LENGTHS = "equal_lengths"
-    """Rows of one length, without positions: for models that count positions themselves, or take
-    no padding."""
-    SINGLE_ROWS = "single_rows"
-    """One row: for models that mix the rows of a batch."""
-
-    @property
-    def takes_any_lengths(self) -> bool:
-        return self in (BatchLayout.PACKED, BatchLayout.PADDED)
-
-
 class ModelRunner:
-    """Run forwards of one unwrapped model, as it is and on its own device.
-
-    `is_bitwise`: a row must have the same bits in every batch. `is_split`: other processes compute
-    parts of each layer in the same forwards.
-    """
+    """Run forwards of one unwrapped model, unchanged and on its own device."""
 
     def __init__(
         self,
@@ -80,37 +69,97 @@ class ModelRunner:
         *,
         is_bitwise: bool = False,
         is_split: bool = False,
+        reads_pages: bool = True,
     ) -> None:
+        """Run nothing yet.
+
+        Args:
+            model: the model, on one device.
+            autocast_dtype: run forwards under autocast to this dtype; None: no autocast.
+            is_bitwise: True: a row must have the same bits in every batch.
+            is_split: True: other processes compute parts of each layer in the same forwards.
+            reads_pages: True: decode steps may read keys in the pages; False: they gather them.
+
+        Raises:
+            ConfigurationError: the model's forward takes no cache.
+        """
         self.model = model
         self.device = next(model.parameters()).device
-        self.batch_layout = BatchLayout.PADDED
-        self.packing_obstacle = ""
-        """The reason why `batch_layout` is not PACKED."""
-        self.is_bitwise, self.is_split = is_bitwise, is_split
+        self.execution = PagedExecution(
+            backend_selection=select_backend(self.device), rope=RowRope(model)
+        )
+        """Layouts and backend by which rows are computed on pages; see `use`."""
+        self.is_bitwise = is_bitwise
+        self.is_split = is_split
+        self.reads_pages = reads_pages
         self._autocast_dtype = autocast_dtype
         self._higher_dtype: torch.dtype | None = None
-        self._names = hf_compat.forward_argument_names(model)
-        self._passes_on = hf_compat.forward_passes_on(model)
-        self.rope = RowRope(model)
+        self.facts = ModelFacts.of(model)
         self.image_inputs = ImageInputs(model)
         is_packable = self.device.type == "cpu" and not is_bitwise
         self.packed_linear = PackedLinear(model, is_enabled=is_packable)
         """Linear layers of the forwards on a CPU."""
-        self.cuts_images: dict[tuple[bool, bool], bool] = {}
-        """Permission to begin a forward between images, by checked `PromptImages.kind`."""
-        self.opaque_states: OpaqueStateAdapter | None = None
-        self.backend_selection = select_backend(self.device)
-        self.attention_backend: AttentionBackend | None = None
-        """Reads pages without a gather in decode steps; None: histories are gathered."""
+        self.compiled_prefill: CompiledPrefill | None = None
+        """Runs packed prompts compiled; None: nothing asks for it."""
         self.recorder: RouteRecorder | None = None
         """Records the experts that tokens take; None: they are not recorded."""
-        cache_argument = hf_compat.cache_argument(model)
+        self.adapters: AdapterSource = LayerAdapters(model)
+        """The adapters that sequences may name; another source where a copy generates."""
+        self.mixing = AdapterMixing(self)
+        """Knows which adapters one forward may mix."""
+        self._runs_named_adapters = False
+        """True while other adapters compute than those that are active."""
+        cache_argument = self.facts.cache_argument
         if cache_argument is None:
             raise ConfigurationError(
-                f"{type(model).__name__}.forward takes no transformers cache, so its past cannot "
-                "be kept; roll this model out with model.generate."
+                f"{self.facts.name}.forward accepts no transformers cache, so its keys and values "
+                "cannot be kept; use model.generate for this model."
             )
         self._cache_argument = cache_argument
+
+    def use(self, execution: PagedExecution) -> None:
+        """Set how rows are computed on pages from now on."""
+        self.execution = execution
+
+    @contextmanager
+    def using(self, execution: PagedExecution) -> Iterator[None]:
+        """Change how rows are computed on pages, inside the block."""
+        before = self.execution
+        self.execution = execution
+        try:
+            yield
+        finally:
+            self.execution = before
+
+    def use_images(self, checked: ImageCheck) -> None:
+        """Pass pixels to the model in the way that a check found, from now on."""
+        self.image_inputs.casts_pixels = checked.casts_pixels
+
+    def numerics(self) -> AbstractContextManager[Any]:
+        """Return the context of forwards: `numerics="bitwise"` operators, or a null context."""
+        return bitwise(self.model) if self.is_bitwise else nullcontext()
+
+    @property
+    def batch_layout(self) -> BatchLayout:
+        return self.execution.batch_layout
+
+    @property
+    def packing_obstacle(self) -> str:
+        """Return the reason why `batch_layout` is not PACKED."""
+        return self.execution.packing_obstacle
+
+    @property
+    def backend_selection(self) -> BackendSelection:
+        return self.execution.backend_selection
+
+    @property
+    def attention_backend(self) -> AttentionBackend | None:
+        """Return the backend that reads pages in decode steps; None: histories are gathered."""
+        return self.execution.attention_backend
+
+    @property
+    def rope(self) -> RowRope:
+        return self.execution.rope
 
     @property
     def forward_identity(self) -> tuple[Any, ...]:
@@ -118,11 +167,12 @@ class ModelRunner:
         return forward_identity(self.model, is_autocast=is_autocast)
 
     def probe(self) -> CacheLayout:
+        """Return the layout of a model that keeps its past in transformers' cache."""
+
         def forward(input_ids: torch.Tensor, cache: Cache) -> object:
             return self.forward(input_ids.to(self.device), None, None, cache)
 
-        self.opaque_states, self.rope = None, RowRope(self.model)
-        with eval_mode(self.model):
+        with self.using(replace(self.execution, opaque_states=None)), eval_mode(self.model):
             return probe(self.model.config, forward)
 
     def record_routes(self) -> Routers:
@@ -135,6 +185,15 @@ class ModelRunner:
             self.recorder = RouteRecorder(find_routers(self.model, forward))
         return self.recorder.routers
 
+    def forget_routes(self) -> None:
+        """Stop recording routers' choices."""
+        self.recorder = None
+
+    @property
+    def routers(self) -> Routers | None:
+        """Return the routers whose choices are recorded; None: nothing is recorded."""
+        return None if self.recorder is None else self.recorder.routers
+
     def is_sound(self) -> bool:
         try:
             self.plain_logits([0] * PROBE_TOKENS)
@@ -142,44 +201,83 @@ class ModelRunner:
             return False
         return True
 
-    def probe_opaque_states(self) -> CacheLayout:
-        """Return the layout of a model that keeps states in an object of its own, not a cache."""
+    def probe_opaque_states(self) -> OpaqueStateAdapter:
+        """Read the states of a model that stores them in its own object instead of a cache."""
+
+        def states_after(row: list[int]) -> object:
+            output = self._run(self._integers([row] * PROBE_ROWS), {"use_cache": True})
+            return getattr(output, self._cache_argument, None)
+
         with eval_mode(self.model):
-            outputs = [
-                self._run(self._integers([row] * PROBE_ROWS), {"use_cache": True})
-                for row in ([0], [0] * PROBE_TOKENS)
-            ]
-        short, long = (getattr(output, self._cache_argument, None) for output in outputs)
-        self.opaque_states = OpaqueStateAdapter(short, long)
-        return self.opaque_states.layout
+            short = states_after([0])
+            long = states_after([0] * PROBE_TOKENS)
+        return OpaqueStateAdapter(short, long)
 
     def check_weights(self) -> None:
         if self.attention_backend is not None:
             self.attention_backend.traced_forward.check_weights(self.model)
+        if self.compiled_prefill is not None:
+            self.compiled_prefill.check_weights(self.model)
+
+    def compile_prefill(self, layout: CacheLayout) -> None:
+        """Compile the forward of packed prompts, if requested and not done yet.
+
+        Raises:
+            ConfigurationError: it cannot be compiled as the settings say.
+        """
+        if self.compiled_prefill is not None:
+            prefill = TraceablePrefill(
+                self._packed_forward,
+                PrefillCache(layout, self.device),
+                hf_compat.text_token_ids(self.model),
+                self.compute_dtype,
+                self.computing_in,
+            )
+            self.compiled_prefill.compile(prefill)
+
+    def _packed_forward(
+        self,
+        cache: Cache,
+        ids_1N: torch.Tensor,
+        positions_1N: torch.Tensor,
+        last_B: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.forward(ids_1N, no_mask(self.device), positions_1N, cache, None, last_B)
 
     def warm_up(self, num_steps: float = 0) -> None:
-        if (backend := self.attention_backend) is not None:
-            token_ids = hf_compat.text_token_ids(self.model)
-            dtype, precisely = self.compute_dtype, self.computing_in
-            forward = Traceable(self.decode, backend.cache, token_ids, dtype, precisely)
+        """Trace decode steps, and compile them if that pays off within `num_steps`."""
+        backend = self.attention_backend
+        if backend is not None:
+            forward = Traceable(
+                self.decode,
+                backend.cache,
+                hf_compat.text_token_ids(self.model),
+                self.compute_dtype,
+                self.computing_in,
+            )
             with self.packed_linear.active():
                 backend.traced_forward.warm_up(forward, num_steps)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
-        """Run forwards in `dtype`, float32 or float64, where they compute in fewer bits."""
-        own = self._autocast_dtype, self._higher_dtype
-        self._autocast_dtype, self._higher_dtype = None, dtype
+        """Run forwards in `dtype`, float32 or float64, if they would compute in fewer bits."""
+        autocast_dtype = self._autocast_dtype
+        higher_dtype = self._higher_dtype
+        self._autocast_dtype = None
+        self._higher_dtype = dtype
         try:
             with higher_precision(dtype):
                 yield
         finally:
-            self._autocast_dtype, self._higher_dtype = own
+            self._autocast_dtype = autocast_dtype
+            self._higher_dtype = higher_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        own = self._autocast_dtype or torch_compat.compute_dtype(self.model)
-        return self._higher_dtype or own
+        """Return the dtype that forwards compute in now."""
+        if self._higher_dtype is not None:
+            return self._higher_dtype
+        return self._autocast_dtype or torch_compat.compute_dtype(self.model)
 
     @property
     def rounding_dtype(self) -> torch.dtype:
@@ -193,8 +291,82 @@ class ModelRunner:
         is_exact = self._higher_dtype is not None
         return is_half or (torch_compat.rounds_float32_products(self.device) and not is_exact)
 
+    @contextmanager
+    def under_adapter(self, name: str | None) -> Iterator[None]:
+        """Run forwards under a single adapter; None: under the active adapters.
+
+        The model itself runs them: traces and compiled forwards have other weights.
+
+        Raises:
+            ConfigurationError: there is no such adapter, or it cannot run.
+        """
+        if name is None:
+            yield
+            return
+        with self.adapters.activated(name), self._running_named_adapters():
+            yield
+
+    @contextmanager
+    def _running_named_adapters(self) -> Iterator[None]:
+        """Run forwards by the model itself inside the block."""
+        before = self._runs_named_adapters
+        self._runs_named_adapters = True
+        try:
+            yield
+        finally:
+            self._runs_named_adapters = before
+
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run a batch through the model; return float32 logits after each row, `[B, V]`."""
+        """Run a batch through the model; return float32 logits after each row, `[B, V]`.
+
+        Rows of several adapters run in one forward if that was proved, else in one per adapter.
+        """
+        names = frozenset(batch.rows_of_adapters)
+        if len(names) == 1:
+            (adapter,) = names
+            with self.under_adapter(adapter):
+                return self._logits(batch)
+        if self._may_mix(batch):
+            logits_BV = self.mixing.logits(batch, self._logits_by_adapter, self._mixed_logits)
+            if logits_BV is not None:
+                return logits_BV
+        return self._logits_by_adapter(batch)
+
+    def _may_mix(self, batch: ForwardBatch) -> bool:
+        """Return whether one forward may have rows of several adapters.
+
+        A first one is compared with the forwards of each adapter, so no recurrent state may move.
+        """
+        if not batch.is_decode or self.is_split or self.is_bitwise or self.recorder is not None:
+            return False
+        return self.batch_layout.takes_any_lengths and not batch.cache.layout.is_recurrent
+
+    def _mixed_logits(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Run rows of several adapters in one forward; None if the adapters cannot be mixed."""
+        mixed = self.adapters.mixed(batch.adapters)
+        if mixed is None:
+            return None
+        with mixed, self._running_named_adapters():
+            return self._logits(batch)
+
+    def _logits_by_adapter(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run the rows of each adapter in a separate forward."""
+        rows_of_adapters = batch.rows_of_adapters
+        parts: list[torch.Tensor] = []
+        for adapter, rows in rows_of_adapters.items():
+            with self.under_adapter(adapter):
+                parts.append(self._logits(batch.select(rows)))
+        return self._in_order(parts, list(rows_of_adapters.values()))
+
+    def _in_order(
+        self, parts: Sequence[torch.Tensor], rows_of_parts: Sequence[list[int]]
+    ) -> torch.Tensor:
+        """Join the logits of parts of a batch, given the rows of each, in the batch's order."""
+        order = self._integers([row for rows in rows_of_parts for row in rows])
+        return torch.cat(list(parts)).index_select(0, order.argsort())
+
+    def _logits(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run a batch of one adapter; return as `logits`."""
         if batch.is_decode and self.attention_backend is not None:
             return self._paged_decode(batch, self.attention_backend)
         is_text = batch.images is None
@@ -204,30 +376,33 @@ class ModelRunner:
             return self._forward(batch, padded_inputs(batch))
         alike = self._alike(batch)
         parts = [batch.select(rows) for rows in alike]
-        logits_BV = torch.cat([self._forward(part, padded_inputs(part)) for part in parts])
-        order = self._integers([row for rows in alike for row in rows])
-        return logits_BV.index_select(0, order.argsort())
+        return self._in_order([self._forward(part, padded_inputs(part)) for part in parts], alike)
 
     def _alike(self, batch: ForwardBatch) -> list[list[int]]:
-        """Return the rows that a model takes together which takes rows of one length alone."""
-        alike: dict[tuple[int, ...], list[int]] = {}
+        """Group rows by length, for a model that takes only rows of equal length."""
+        if self.batch_layout is BatchLayout.SINGLE_ROWS:
+            return [[row] for row in range(len(batch))]
+        has_keys = batch.cache.layout.has_keys
+        alike: dict[tuple[int, int], list[int]] = {}
         for row, (new, length) in enumerate(zip(batch.num_new, batch.lengths, strict=True)):
             # Without keys there is no history to align: only the new tokens must be of one length.
-            key = (new, length if batch.cache.layout.has_keys else new == length)
-            is_alone = self.batch_layout is BatchLayout.SINGLE_ROWS
-            alike.setdefault((row,) if is_alone else key, []).append(row)
+            history = length if has_keys else new == length
+            alike.setdefault((new, history), []).append(row)
         return list(alike.values())
 
     def _sides(self, batch: ForwardBatch) -> Sequence[int]:
         return batch.rope_sides or list(map(self.rope.side, batch.lengths))
 
     def _paged_decode(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        inputs, sides = backend.prepare(batch), self._sides(batch)
-        if backend.traced_forward.count_step():
+        inputs = backend.prepare(batch)
+        sides = self._sides(batch)
+        can_be_traced = not self._runs_named_adapters
+        if can_be_traced and backend.traced_forward.count_step():
             self.warm_up()
         with self.rope.by_row(sides):
             # A trace takes one set of factors for all rows: that of the newest positions.
-            run = self.decode_traced if min(sides) == max(sides) else self.decode
+            is_traced = can_be_traced and min(sides) == max(sides)
+            run = self.decode_traced if is_traced else self.decode
             logits_BV = run(inputs).float()
         if self.recorder is not None:
             newest_B = self._integers(batch.lengths) - 1
@@ -235,26 +410,36 @@ class ModelRunner:
             batch.cache.write_routes(self.recorder.take(), slots_B, None)
         return logits_BV
 
-    def decode_traced(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Run one new token of each row, from the trace if there is one; return as `decode`."""
+    def decode_traced(self, inputs: DecodeInputs, *, is_captured: bool = False) -> torch.Tensor:
+        """Run one new token of each row, from the trace if there is one; return as `decode`.
+
+        `is_captured`: True: exceptions of a trace are passed on, because the capture is broken and
+            nothing else can run in it; False: the model itself runs instead.
+        """
         assert self.attention_backend is not None
         with self.packed_linear.active():
-            logits_BV = self.attention_backend.traced_forward.run(inputs)
+            traced_forward = self.attention_backend.traced_forward
+            logits_BV = traced_forward.run(inputs, raises=is_captured)
         return self.decode(inputs) if logits_BV is None else logits_BV
 
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
         """Run one new token of each row by the model; return its logits, in its dtype, `[B, V]`."""
-        cache, tokens_B1 = inputs.cache, inputs.tokens_B1
+        cache = inputs.cache
+        tokens_B1 = inputs.tokens_B1
         with cache.attending(inputs):
-            mask, positions_B1 = cache.mask(tokens_B1), inputs.positions_B1
-            return self.forward(tokens_B1, mask, positions_B1, cache)
+            return self.forward(tokens_B1, cache.mask(tokens_B1), inputs.positions_B1, cache)
 
     def _forward(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor:
         """Run a batch's inputs on its cache; `UnsupportedAttentionError`: not in segments."""
-        cache, mapping, segments = batch.cache, inputs.mapping, inputs.segments
-        positions, arguments = inputs.positions, {}
+        cache = batch.cache
+        mapping = inputs.mapping
+        segments = inputs.segments
+        positions = inputs.positions
+        arguments: Mapping[str, torch.Tensor] = {}
         if batch.images is not None:
-            (stop,), (num_new,) = batch.lengths, batch.num_new
+            # The batch has one row.
+            (stop,) = batch.lengths
+            (num_new,) = batch.num_new
             positions = self.image_inputs.positions(batch.images, stop - num_new, stop)
             arguments = self.image_inputs.arguments(batch.images, stop - num_new, stop)
         if not self.batch_layout.takes_any_lengths:
@@ -263,17 +448,45 @@ class ModelRunner:
         if self.recorder is not None:
             is_padded = segments is None
             self.recorder.expect(batch.routes, batch.num_new, self.device, is_padded=is_padded)
-        with (
-            self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
-            self._attending(segments) if segments else nullcontext(),
-        ):
-            logits_BV = self.forward(
-                inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
-            )
+        logits_BV = self._run_compiled(batch, inputs)
+        if logits_BV is None:
+            with (
+                self.rope.by_row(self._sides(batch), batch.num_new if segments else None),
+                self._attending(segments) if segments else nullcontext(),
+            ):
+                logits_BV = self.forward(
+                    inputs.input_ids, inputs.mask, positions, cache, arguments, inputs.last_B
+                )
         cache.end(mapping)
         if self.recorder is not None:
             cache.write_routes(self.recorder.take(), mapping.write_slots, mapping.write_tokens)
         return logits_BV.float()
+
+    def _run_compiled(self, batch: ForwardBatch, inputs: ForwardInputs) -> torch.Tensor | None:
+        """Return the compiled forward's result for a prefill; None if the model must run it.
+
+        The model runs prefills that are not packed, or that use another precision, adapter or
+        rotary factors than the trace.
+        """
+        compiled = self.compiled_prefill
+        segments = inputs.segments
+        if compiled is None or segments is None or inputs.last_B is None:
+            return None
+        if self._higher_dtype is not None or any(self._sides(batch)):
+            return None
+        if self._runs_named_adapters:
+            return None
+        self.compile_prefill(batch.cache.layout)
+        attention = PackedAttention(segments, self.device, max_length=sys.maxsize)
+        attend = attend_to_pages(batch.cache, attention, self.autocast)
+        return compiled.run(inputs.input_ids, inputs.positions, inputs.last_B, attend)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context in which forwards compute as the trainer's do under autocast."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        # A cached cast would stay in a captured step when the weights change.
+        return torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)
 
     @contextmanager
     def _attending(self, segments: Sequence[Segment]) -> Iterator[None]:
@@ -297,12 +510,21 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Return float32 logits after every token, `[T, V]`, by a forward without a cache.
 
-        `beside` holds other rows, of as many tokens; `images` are those of the prompt that begins
-        the tokens; `num_last`: only the logits after so many last tokens.
+        Args:
+            token_ids: the row.
+            model: computes it; None: the runner's own module.
+            beside: other rows of the forward, of as many tokens.
+            images: those of the prompt that begins the tokens; None: they are text.
+            num_last: number of last tokens whose logits are returned; 0: all.
         """
         input_ids = self._integers([token_ids, *beside])
-        arguments = {"attention_mask": torch.ones_like(input_ids), "use_cache": False}
-        arguments = self._taken(arguments | {"logits_to_keep": num_last})
+        arguments = self._taken(
+            {
+                "attention_mask": torch.ones_like(input_ids),
+                "use_cache": False,
+                "logits_to_keep": num_last,
+            }
+        )
         if images is not None:
             arguments |= self.image_inputs.arguments(images, 0, len(token_ids))
         called = self.model if model is None else model
@@ -322,7 +544,9 @@ class ModelRunner:
 
     def _taken(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that the model's forward takes."""
-        return {name: value for name, value in arguments.items() if name in self._names}
+        return {
+            name: value for name, value in arguments.items() if name in self.facts.argument_names
+        }
 
     def forward(
         self,
@@ -335,7 +559,13 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Call the model; return logits after each row's last token, in its dtype, `[B, V]`.
 
-        `others`: more arguments. `last_B`: each row's last index, where one row packs all tokens.
+        Args:
+            input_ids_BQ: the new tokens; `[1, N]` where one row packs all.
+            mask_BS: True or 1 for the tokens of each row, as the model takes it; None: it has none.
+            positions_BQ: position ids; None: the model counts them.
+            cache: holds the history, and takes the new tokens' states.
+            others: more arguments.
+            last_B: each row's last index, where one row packs all tokens; None: rows are padded.
         """
         arguments = {
             "attention_mask": mask_BS,
@@ -344,10 +574,10 @@ class ModelRunner:
             "logits_to_keep": 1 if last_B is None else last_B,
         }
         known = self._taken(arguments)
-        if self._passes_on and positions_BQ is not None:
+        if self.facts.takes_any_argument and positions_BQ is not None:
             known["position_ids"] = positions_BQ
         known |= others or {}
-        states: Any = self.opaque_states
+        states: Any = self.execution.opaque_states
         layer = cache.layers[0] if states else None
         known[self._cache_argument] = states.inserted(layer) if states else cache
         recording = self.recorder.recording(self.model) if self.recorder else nullcontext()
@@ -358,13 +588,20 @@ class ModelRunner:
             states.extract(layer, returned, num_rows=input_ids_BQ.shape[0])
         if last_B is None:
             return output.logits[:, -1]
-        is_all = output.logits.shape[1] == input_ids_BQ.shape[1]
-        return output.logits[0].index_select(0, last_B) if is_all else output.logits[0]
+        if inductor.is_tracing():
+            # A comparison of sizes would bind a traced forward to them.
+            is_all = "logits_to_keep" not in self.facts.argument_names
+        else:
+            is_all = output.logits.shape[1] == input_ids_BQ.shape[1]
+        logits_NV = output.logits[0]
+        return logits_NV.index_select(0, last_B) if is_all else logits_NV
 
     def _replacing_linear(self) -> AbstractContextManager[Any]:
         # A backend rewrites the products of a trace. In a higher dtype the same parameters hold
         # other numbers for a moment.
         if inductor.is_tracing() or self._higher_dtype is not None:
+            return nullcontext()
+        if self._runs_named_adapters and self.adapters.replaces_weights:
             return nullcontext()
         return self.packed_linear.replacing_linear(self.compute_dtype)
 
@@ -374,16 +611,12 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
-        autocast: AbstractContextManager[Any] = nullcontext()
         # A wrapper may have a length, and be empty.
         called: torch.nn.Module = self.model if model is None else model
-        if self._autocast_dtype is not None:
-            if model is None:
-                called = accelerate_compat.below_accelerate(self.model)
-            # A cached cast would stay in a captured step when the weights change.
-            autocast = torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False)
+        if self._autocast_dtype is not None and model is None:
+            called = accelerate_compat.below_accelerate(self.model)
         # no_grad, not inference_mode: some models keep buffers that a later training forward uses.
-        with torch.no_grad(), autocast:
+        with torch.no_grad(), self.autocast():
             arguments = arguments | without_router_logits(self.model)
             return called(input_ids=input_ids_BQ, **arguments)
 
@@ -405,9 +638,17 @@ def prompt_logprobs(
     ranks_T1 = (logprobs_TV > chosen_T1).sum(-1, keepdim=True) + 1
     top_TK, ids_TK = logprobs_TV.topk(num, -1)
     top_ranks_TK = torch.arange(1, num + 1, device=runner.device).expand_as(ids_TK)
-    tensors = ((ids_TK, own_T1), (top_TK, chosen_T1), (top_ranks_TK, ranks_T1))
-    rows = zip(*(torch.cat(pair, 1).tolist() for pair in tensors), strict=True)
-    return [{token: (value, rank) for token, value, rank in zip(*row, strict=True)} for row in rows]
+    # The likeliest tokens of each place, and the token itself.
+    ids = torch.cat([ids_TK, own_T1], 1).tolist()
+    values = torch.cat([top_TK, chosen_T1], 1).tolist()
+    ranks = torch.cat([top_ranks_TK, ranks_T1], 1).tolist()
+    places: list[dict[int, tuple[float, int]]] = []
+    for of_place in zip(ids, values, ranks, strict=True):
+        place: dict[int, tuple[float, int]] = {}
+        for token, value, rank in zip(*of_place, strict=True):
+            place[token] = (value, rank)
+        places.append(place)
+    return places
 
 
 def recomputed_logprobs(
@@ -417,11 +658,14 @@ def recomputed_logprobs(
     num_prompt = len(request.prompt_ids)
     temperature = 1.0 if request.params.is_greedy else request.params.temperature
     replaying = nullcontext()
+    adapting = nullcontext()
+    if request.params.adapter is not None:
+        adapting = with_active_adapter(hf_compat.unwrap(model), request.params.adapter)
     if runner.recorder is not None:
         part = (request.routed_experts, 0, request.num_tokens)
         routes_NLK = joined_routes([part], runner.device)
         replaying = runner.recorder.routers.replaying(hf_compat.unwrap(model), routes_NLK)
-    with replaying:
+    with replaying, adapting:
         logits_NV = runner.plain_logits(
             request.token_ids, hf_compat.trained_forward(model), images=request.images
         )

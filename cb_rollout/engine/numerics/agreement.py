@@ -1,11 +1,11 @@
 """Decide whether two computations of the same values agree to the model's own rounding.
 
-Owns the one table of tolerances. A distance is held against the noise of the same model in the same
-precision, never against a number of nats. Structure (masks, positions, neighbours, states) is
-compared in float32 at least, where it stands a thousand times above the noise.
+Owns the one table of tolerances. A distance is compared with the noise of the same model in the
+same precision, never with a fixed number of nats. Structure (masks, positions, neighbours, states)
+is compared in float32 or float64, where a fault is a thousand times larger than the noise.
 
-Values are a sequence of tensors, one for each position or row: log-probabilities `[P, V]`, or lists
-of `[T]`. P: positions or rows.
+Values are a sequence of tensors, one per position or row: log-probabilities `[P, V]`, or lists of
+`[T]`. P: positions or rows.
 """
 
 import math
@@ -19,26 +19,34 @@ import torch
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 
 # Multiples of the noise that are accepted: at the median position, and at every position.
-TYPICAL_MULTIPLE, LARGEST_MULTIPLE = 4.0, 25.0
+TYPICAL_MULTIPLE = 4.0
+LARGEST_MULTIPLE = 25.0
 
 # Root-mean-square of one rounding, as a share of the unit in the last place.
 ROUNDING = 1 / math.sqrt(12)
 
-# Roundings of a value's size that stand for noise that was not measured: in float32, where sums
-# are rounded too, and in 16 bits, where they are not. SmolLM2-135M measures 20, and 2 to 6.
-FLOAT32_ROUNDINGS, HALF_ROUNDINGS = 60, 8
+# The noise of a value that is assumed where it was not measured, in roundings of the value. float32
+# rounds its sums too; 16 bits are summed in float32. SmolLM2-135M measures 20, in 16 bits 2 to 6.
+FLOAT32_ROUNDINGS = 60
+HALF_ROUNDINGS = 8
 
-# Least size of what is rounded, in nats: a log-probability is a logit less a normaliser.
+# The smallest size that is assumed for a value that was rounded, in nats: a log-probability is a
+# logit less a normaliser, and both are larger than their difference.
 LEAST_SIZE = 10.0
 
 # Nats below which a token is excluded: its probability is 0 in every dtype.
 EXCLUDED = -1e4
 
-# Sequences whose rounding stands for that of a rollout.
+# Sequences of a rollout whose rounding is measured; that of the others is taken to be the same.
 NUM_MEASURED = 2
 
-# Products of tokens and parameters that a CPU computes in float64, in seconds.
+# The largest float64 forward that takes a CPU only seconds, in tokens times parameters.
 MAX_DOUBLE_PRODUCTS = 2e10
+
+# The same on a GPU with few units for float64: all but these compute capabilities. An L4 computes
+# 2.4e11 products in a second.
+MAX_SLOW_GPU_PRODUCTS = 5e11
+FAST_DOUBLE_CAPABILITIES = {(8, 0), (9, 0), (10, 0)}
 
 T = TypeVar("T")
 
@@ -50,7 +58,7 @@ Precisely = Callable[[torch.dtype], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Distances between two computations of the same values, beside their noise.
+    """Distances between two computations of the same values, with their noise.
 
     They are in the unit of the values: nats for log-probabilities.
     """
@@ -70,7 +78,9 @@ class Agreement:
         return is_typical and self.largest_multiple <= LARGEST_MULTIPLE
 
     def __str__(self) -> str:
-        verdict = "within" if self else "beyond"
+        verdict = "beyond"
+        if self:
+            verdict = f"within {TYPICAL_MULTIPLE:g} times"
         return (
             f"{self.root_mean_square:.2g} nats (at most {self.largest:.2g}), {verdict} the model's "
             f"own rounding of {self.noise:.2g}"
@@ -78,14 +88,14 @@ class Agreement:
 
 
 def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
-    """Compare two computations of the same values, with a noise, `[P]`, of `rounding_noise`.
+    """Compare two computations of the same values, with the noise `[P]` of `rounding_noise`.
 
     Equal infinities are equal, and NaN agrees with nothing.
     """
     distances = _distances(found, expected, unknown=math.inf)
-    flat = torch.cat(distances) if distances else torch.zeros(0)
-    if not flat.numel():
+    if not distances:
         return Agreement(0.0, 0.0, 0.0, 0.0, 0.0)
+    flat = torch.cat(distances)
     distances_P = _root_mean_squares(distances)
     # A position without noise agrees in every bit or not at all.
     multiples_P = torch.where(distances_P == 0, 0.0, distances_P / noise.to(distances_P))
@@ -101,8 +111,8 @@ def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
 def rounding_noise(expected: Values, other: Values | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the noise of a computation at each position, `[P]`, float64.
 
-    A position that is exact by chance has the noise of the median position. Noise beyond the root
-    of a rounding is not rounding: it is cut there, so that it excuses no fault.
+    A position that is exact by chance gets the noise of the median position. Noise above the square
+    root of a rounding error is not rounding: it is clipped there, so that it cannot hide a fault.
 
     Args:
         expected: the values, computed in `dtype`.
@@ -110,13 +120,21 @@ def rounding_noise(expected: Values, other: Values | None, dtype: torch.dtype) -
         dtype: precision of the computation.
     """
     eps = torch.finfo(dtype).eps
-    finite = [x.detach().double().masked_fill(_is_excluded(x), 0.0) for x in expected]
-    rounding_P = ROUNDING * eps * _root_mean_squares(finite).clamp(min=LEAST_SIZE)
+    finite: list[torch.Tensor] = []
+    for values in expected:
+        doubles = values.detach().double()
+        finite.append(doubles.masked_fill(_is_excluded(values), 0.0))
+    sizes_P = _root_mean_squares(finite).clamp(min=LEAST_SIZE)
+    rounding_P = ROUNDING * eps * sizes_P
     if other is None:
-        return rounding_P * (FLOAT32_ROUNDINGS if eps < 1e-6 else HALF_ROUNDINGS)
+        num_roundings = HALF_ROUNDINGS
+        if eps < 1e-6:
+            num_roundings = FLOAT32_ROUNDINGS
+        return rounding_P * num_roundings
     noise_P = _root_mean_squares(_distances(expected, other, unknown=0.0))
     noise_P = noise_P.clamp(min=noise_P.median().item())
-    return noise_P.minimum(rounding_P / ROUNDING / math.sqrt(eps)).maximum(rounding_P)
+    largest_P = rounding_P / ROUNDING / math.sqrt(eps)
+    return noise_P.minimum(largest_P).maximum(rounding_P)
 
 
 def overall_noise(expected: Values, other: Values | None, dtype: torch.dtype) -> torch.Tensor:
@@ -135,8 +153,11 @@ class Reference:
     """True: a higher precision than the model's own."""
 
     def compare(self, found: Callable[[], Values], precisely: Precisely) -> Agreement:
-        """Compare with what `found` computes in the same precision."""
-        with precisely(self.dtype) if self.is_higher else nullcontext():
+        """Compare with the result of `found` in the same precision."""
+        precision = nullcontext()
+        if self.is_higher:
+            precision = precisely(self.dtype)
+        with precision:
             return agrees(found(), self.values, self.noise)
 
 
@@ -149,7 +170,7 @@ def references(
     is_measured: bool = True,
     can_raise_precision: bool = True,
 ) -> list[Reference]:
-    """Return what another computation has to agree with, the surest first.
+    """Return the values that another computation has to agree with, the most reliable first.
 
     Args:
         compute: computes the values in the precision of its context.
@@ -161,24 +182,35 @@ def references(
     """
 
     def compute_in(higher: torch.dtype) -> Values | None:
-        return computed_in(higher, compute, precisely) if can_raise_precision else None
+        if not can_raise_precision:
+            return None
+        return computed_in(higher, compute, precisely)
 
     own = compute()
-    higher = compute_in(torch.float32) if is_coarse else None
-    needs_double = is_measured and (higher is not None or not is_coarse)
-    double = compute_in(torch.float64) if needs_double else None
-    own_noise = rounding_noise(own, double if higher is None else higher, dtype)
+    if not is_coarse:
+        double = None
+        if is_measured:
+            double = compute_in(torch.float64)
+        own_noise = rounding_noise(own, double, dtype)
+        return [Reference(own, own_noise, dtype, is_higher=False)]
+
+    single = compute_in(torch.float32)
+    own_noise = rounding_noise(own, single, dtype)
     own_reference = Reference(own, own_noise, dtype, is_higher=False)
-    if higher is None:
+    if single is None:
         return [own_reference]
-    noise = rounding_noise(higher, double, torch.float32)
-    return [Reference(higher, noise, torch.float32, is_higher=True), own_reference]
+    double = None
+    if is_measured:
+        double = compute_in(torch.float64)
+    single_noise = rounding_noise(single, double, torch.float32)
+    single_reference = Reference(single, single_noise, torch.float32, is_higher=True)
+    return [single_reference, own_reference]
 
 
 def computed_in(
     dtype: torch.dtype, compute: Callable[[], T], precisely: Precisely = higher_precision
 ) -> T | None:
-    """Return what `compute` does in a higher precision; None: the model refuses it."""
+    """Return the result of `compute` in a higher precision; None if the model cannot run in it."""
     try:
         with precisely(dtype):
             return compute()
@@ -189,10 +221,22 @@ def computed_in(
 
 
 def is_measurable(model: torch.nn.Module, num_tokens: int) -> bool:
-    """Return whether a forward of so many tokens in float64 takes no more than seconds."""
+    """Return whether a float64 forward of this many tokens takes only seconds."""
     parameters = list(model.parameters())
-    is_fast = parameters[0].device.type != "cpu"
-    return is_fast or num_tokens * sum(map(torch.numel, parameters)) <= MAX_DOUBLE_PRODUCTS
+    num_products = num_tokens * sum(map(torch.numel, parameters))
+    device = parameters[0].device
+    if device.type == "cpu":
+        return num_products <= MAX_DOUBLE_PRODUCTS
+    is_fast = device.type != "cuda" or has_fast_double(device)
+    return is_fast or num_products <= MAX_SLOW_GPU_PRODUCTS
+
+
+def has_fast_double(device: torch.device) -> bool:
+    """Return whether a CUDA device computes float64 at half the speed of float32."""
+    # ROCm numbers its devices differently, and its data-centre cards are fast.
+    if torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) in FAST_DOUBLE_CAPABILITIES
 
 
 def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Tensor]:
@@ -200,7 +244,8 @@ def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Te
     distances = []
     for a, b in zip(found, expected, strict=True):
         if a.numel():
-            a, b = a.detach(), b.detach()
+            a = a.detach()
+            b = b.detach()
             are_equal = (a == b) | (_is_excluded(a) & _is_excluded(b))
             distance = torch.where(are_equal, 0.0, (a.double() - b.double()).abs())
             distances.append(distance.nan_to_num(nan=unknown, posinf=unknown).flatten())
@@ -208,11 +253,13 @@ def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Te
 
 
 def _is_excluded(values: torch.Tensor) -> torch.Tensor:
-    """Return where a model excludes a token: by infinity, or by its dtype's lowest number."""
+    """Return where a model excludes a token, by infinity or by its dtype's lowest number."""
     return values.detach() < EXCLUDED
 
 
 def _root_mean_squares(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the root-mean-square of each tensor that has any element, `[P]`, float64."""
     roots = [x.double().square().mean().sqrt() for x in values if x.numel()]
-    return torch.stack(roots) if roots else torch.ones(1, dtype=torch.float64)
+    if not roots:
+        return torch.ones(1, dtype=torch.float64)
+    return torch.stack(roots)

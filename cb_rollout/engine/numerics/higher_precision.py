@@ -1,8 +1,8 @@
-"""Run a model's own forward in a higher precision than that of its weights.
+"""Run a model's own forward in a higher precision than its weights have.
 
-The structure of two computations (masks, positions, neighbours, states) shows in float32 or
-float64, where rounding hides nothing of it. Every operator casts its inputs, one weight at a time,
-so that no second copy of the model exists. Called by the thread that runs the model.
+Differences in structure (masks, positions, neighbours, states) show in float32 or float64, where
+rounding does not hide them. Every operator casts its inputs, one weight at a time, so no second
+copy of the model exists. Called by the thread that runs the model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,22 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Functions that require one dtype of all their inputs before an operator sees them.
 CHECKED = {
-    *(torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d),
-    *(torch.batch_norm, functional.scaled_dot_product_attention),
+    torch.conv1d,
+    torch.conv2d,
+    torch.conv3d,
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.batch_norm,
+    functional.scaled_dot_product_attention,
 }
 
 
 @contextmanager
 def higher_precision(dtype: torch.dtype) -> Iterator[None]:
-    """Compute every operator of this thread in `dtype` where its inputs have fewer bits.
+    """Compute every operator of this thread in `dtype` if its inputs have fewer bits.
 
     Autocast casts to `dtype` too, and float32 products are not rounded to TF32 or bfloat16.
-    Operators that write into a tensor of fewer bits round to that tensor's dtype.
+    Operators that write into a tensor with fewer bits round to that tensor's dtype.
 
     Args:
         dtype: float32 or float64.
@@ -57,8 +62,7 @@ class _UpcastArguments(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in CHECKED:
-            positional, named = pytree.tree_map(self._upcast.cast, (tuple(args), kwargs or {}))
-            return func(*positional, **named)
+            args, kwargs = self._upcast.cast_all(args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -77,31 +81,47 @@ class _Upcast(TorchDispatchMode):
             # Casts the rows that are taken, not the whole table.
             return self.cast(func(*args, **(kwargs or {})))
         if not func._schema.is_mutable:
-            positional, named = pytree.tree_map(self.cast, (tuple(args), kwargs or {}))
-            return func(*positional, **named)
+            args, kwargs = self.cast_all(args, kwargs)
+            return func(*args, **kwargs)
         return self._write(func, args, kwargs or {})
 
     def cast(self, value: Any) -> Any:
         """Return a tensor or a dtype in the higher precision; anything else as it is."""
-        if isinstance(value, torch.Tensor):
-            return value.to(self._dtype) if value.dtype in self._coarser else value
+        if isinstance(value, torch.Tensor) and value.dtype in self._coarser:
+            return value.to(self._dtype)
         # The dtype of a result: a cast, or a new tensor.
-        return self._dtype if isinstance(value, torch.dtype) and value in self._coarser else value
+        if isinstance(value, torch.dtype) and value in self._coarser:
+            return self._dtype
+        return value
+
+    def cast_all(
+        self, args: Sequence[Any], kwargs: dict[str, Any] | None
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return the arguments of a call with every tensor and dtype in the higher precision."""
+        return pytree.tree_map(self.cast, (tuple(args), kwargs or {}))
 
     def _write(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operator that writes into some of its inputs, in their own dtypes."""
-        arguments = func._schema.arguments
-        written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-        # The arguments after the positional ones are named, or left at their defaults.
-        passed = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-        own = {name: value for name, value in passed.items() if name in written}
-        cast = pytree.tree_map(self.cast, passed)
-        positional = list(cast.values())[: len(args)]
-        result = func(*positional, **{name: cast[name] for name in kwargs})
-        values = pytree.tree_leaves({name: cast[name] for name in own})
-        for target, value in zip(pytree.tree_leaves(own), values, strict=True):
+        cast_args, cast_kwargs = self.cast_all(args, kwargs)
+        result = func(*cast_args, **cast_kwargs)
+        # The inputs that are written into, as they were given and as the operator got them.
+        given: list[Any] = []
+        written: list[Any] = []
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            # The arguments after the positional ones are named, or left at their defaults.
+            if index < len(args):
+                given.append(args[index])
+                written.append(cast_args[index])
+            elif argument.name in kwargs:
+                given.append(kwargs[argument.name])
+                written.append(cast_kwargs[argument.name])
+        pairs = zip(pytree.tree_leaves(given), pytree.tree_leaves(written), strict=True)
+        for target, value in pairs:
             if target is not value and isinstance(target, torch.Tensor):
                 target.copy_(value)
         # An operator returns what it wrote into; only a single one is in use by models.
-        returns_own = len(own) == 1 and isinstance(result, torch.Tensor)
-        return next(iter(own.values())) if returns_own else result
+        if len(given) == 1 and isinstance(result, torch.Tensor):
+            return given[0]
+        return result

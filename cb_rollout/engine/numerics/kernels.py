@@ -1,21 +1,27 @@
-"""Compile C++ kernels, and call those whose sums have one order: products and attention.
+"""Compile the C++ kernels, and call those that always add in the same order.
 
-Nothing here chooses between kernels: the same numbers give the same bits for any number of rows,
-any padding and any number of threads. Any thread may call.
+These are matrix products and attention. The same kernel runs for any number of rows, so a row has
+the same bits in every batch, with any padding and any number of threads. Any thread may call.
 
 B: rows or batches, M: rows of a matrix, K: inputs of a product, or heads of keys, N: outputs, H:
 query heads, Q: queries, S: keys, D: size of a key, E: size of a value.
 """
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cb_rollout.compat import inductor
+from cb_rollout.engine.numerics.qualification.qualifier import (
+    Subject,
+    require_proved,
+)
+from cb_rollout.engine.numerics.qualification.verdicts import Verdict
+from cb_rollout.engine.numerics.signatures import ARGUMENTS
 
 # Dtypes of the ordered kernels, which compute in float32.
 DTYPES = (torch.float32, torch.bfloat16)
@@ -23,22 +29,11 @@ DTYPES = (torch.float32, torch.bfloat16)
 # The C++ type STORED of each dtype.
 TYPES = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "Bfloat16"}
 
-# Types of a kernel's arguments; a tensor is passed as the address of its first number.
-TENSOR, COUNT, NUMBER = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+# Run in a child process before a kernel is loaded into this one.
+TRIAL = "cb_rollout.engine.numerics.qualification.native_kernels:try_kernel"
 
-_STRIDED = (TENSOR, COUNT, COUNT, COUNT)
-_ARGUMENTS = {
-    "multiply": (*(TENSOR,) * 4, *(COUNT,) * 3),
-    "multiply_batch": (*_STRIDED, TENSOR, COUNT, COUNT, TENSOR, *(COUNT,) * 4),
-    "attend_masked": (
-        *(_STRIDED * 3),
-        *(TENSOR, TENSOR),
-        *(COUNT,) * 12,
-        *(NUMBER, NUMBER, COUNT, TENSOR),
-    ),
-    "attend_paged": (TENSOR,),
-    "attend": (TENSOR,),
-}
+# A trial takes 0.3 s. A hanging kernel is killed after this time, even on a busy machine.
+SECONDS_OF_A_TRIAL = 30
 
 # Forms of a mask, as in ordered.cpp.
 _NONE, _BOOLEAN, _ADDED = range(3)
@@ -51,15 +46,21 @@ def multiply(
 
     All tensors are on a CPU, in one of `TYPES`; the weight is contiguous.
     """
-    rows_BK, bias_N = rows_BK.contiguous(), None if bias_N is None else bias_N.contiguous()
-    (B, K), N = rows_BK.shape, weight_NK.shape[0]
+    rows_BK = rows_BK.contiguous()
+    if bias_N is not None:
+        bias_N = bias_N.contiguous()
+    B, K = rows_BK.shape
+    N = weight_NK.shape[0]
     outputs_BN = rows_BK.new_empty(B, N)
-    kernel("multiply", rows_BK.dtype)(
+    run = kernel("multiply", rows_BK.dtype)
+    run(
         rows_BK.data_ptr(),
         weight_NK.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
+        _address(bias_N),
         outputs_BN.data_ptr(),
-        *(B, K, N),
+        B,
+        K,
+        N,
     )
     return outputs_BN
 
@@ -69,17 +70,24 @@ def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Ten
 
     Both are on a CPU, in one of `DTYPES`; the right one is copied if its last stride is not 1.
     """
-    (B, M, K), N = left_BMK.shape, right_BKN.shape[2]
+    B, M, K = left_BMK.shape
+    N = right_BKN.shape[2]
     if right_BKN.stride(2) != 1:
         right_BKN = right_BKN.contiguous()
     outputs_BMN = left_BMK.new_empty(B, M, N)
-    kernel("multiply_batch", left_BMK.dtype)(
+    right_strides = right_BKN.stride()
+    run = kernel("multiply_batch", left_BMK.dtype)
+    run(
         left_BMK.data_ptr(),
         *left_BMK.stride(),
         right_BKN.data_ptr(),
-        *right_BKN.stride()[:2],
+        right_strides[0],
+        right_strides[1],
         outputs_BMN.data_ptr(),
-        *(B, M, K, N),
+        B,
+        M,
+        K,
+        N,
     )
     return outputs_BMN
 
@@ -95,7 +103,7 @@ def attend(
     softcap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with every query to the keys that its mask leaves, in their order.
+    """Attend with every query to the keys that its mask allows, in order.
 
     Args:
         query_BHQD: on a CPU, in one of `DTYPES`, as all three states.
@@ -113,49 +121,149 @@ def attend(
     """
     B, H, Q, D = query_BHQD.shape
     _, K, S, E = value_BKSE.shape
-    states = [*map(with_unit_stride, (query_BHQD, key_BKSD, value_BKSE))]
+    dtype = query_BHQD.dtype
+    query_BHQD = with_unit_stride(query_BHQD)
+    key_BKSD = with_unit_stride(key_BKSD)
+    value_BKSE = with_unit_stride(value_BKSE)
     outputs_BQHE = query_BHQD.new_empty(B, Q, H, E)
-    form, strides = _NONE, (0, 0, 0, 0)
+
+    mask_form = _NONE
+    mask_strides = (0, 0, 0, 0)
     if mask is not None:
-        form = _BOOLEAN if mask.dtype == torch.bool else _ADDED
-        mask = (mask if form == _BOOLEAN else mask.to(query_BHQD.dtype)).expand(B, H, Q, S)
-        strides = mask.stride()
-    sinks_H = None if sinks_H is None else sinks_H.to(query_BHQD.dtype).contiguous()
-    kernel("attend_masked", query_BHQD.dtype)(
-        *(n for x in states for n in (x.data_ptr(), *x.stride()[:3])),
+        if mask.dtype == torch.bool:
+            mask_form = _BOOLEAN
+        else:
+            mask_form = _ADDED
+            mask = mask.to(dtype)
+        mask = mask.expand(B, H, Q, S)
+        mask_strides = mask.stride()
+    if sinks_H is not None:
+        sinks_H = sinks_H.to(dtype).contiguous()
+
+    run = kernel("attend_masked", dtype)
+    run(
+        *_strided(query_BHQD),
+        *_strided(key_BKSD),
+        *_strided(value_BKSE),
         outputs_BQHE.data_ptr(),
-        None if mask is None else mask.data_ptr(),
-        form,
-        *strides,
-        *(B, H, K, Q, S, D, E),
-        *(scale, softcap or 0.0, is_causal),
-        None if sinks_H is None else sinks_H.data_ptr(),
+        _address(mask),
+        mask_form,
+        *mask_strides,
+        B,
+        H,
+        K,
+        Q,
+        S,
+        D,
+        E,
+        scale,
+        softcap or 0.0,
+        is_causal,
+        _address(sinks_H),
     )
     return outputs_BQHE
 
 
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's first number; None (a null pointer) without a tensor."""
+    if tensor is None:
+        return None
+    return tensor.data_ptr()
+
+
+def _strided(states: torch.Tensor) -> tuple[int, ...]:
+    """Return the arguments for states of four dimensions, whose last stride is 1; see `STRIDED`."""
+    return (states.data_ptr(), *states.stride()[:3])
+
+
 def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
     """Return states whose last stride is 1, copied if needed."""
-    return states if states.stride(-1) == 1 else states.contiguous()
+    if states.stride(-1) == 1:
+        return states
+    return states.contiguous()
 
 
 @cache
 def kernel(name: str, dtype: torch.dtype, **sizes: int) -> Callable[..., Any]:
-    """Compile a kernel of `native/`, once per machine.
+    """Compile a kernel of `native/`, once per machine, and load it after it passed its trial.
 
     `sizes`: constants of the source, by which the compiler unrolls loops.
 
     Raises:
+        UnprovedError: it failed its trial in a child process, or the trial could not run.
         Exception: what the compiler raises.
     """
-    source = name if name in ("multiply", "attend") else "ordered"
-    constants = {"STORED": TYPES[dtype], **sizes}
-    lines = [f"#define {constant} {value}" for constant, value in constants.items()]
-    folder = Path(__file__).parent / "native"
-    texts = [(folder / file).read_text() for file in ("vectors.h", "pages.h", f"{source}.cpp")]
-    # Results of the others must not depend on the loop that computed them.
-    contracts = source == "attend"
-    library = inductor.compile_library("\n".join([*lines, *texts]), contracts=contracts)
+    library = inductor.compile_library(
+        source_of(name, dtype, sizes),
+        # Results of the others must not depend on the loop that computed them.
+        contracts=name == "attend",
+        approve=partial(_approve, name, dtype, sizes),
+    )
     function = getattr(library, name)
-    function.argtypes, function.restype = _ARGUMENTS[name], None
+    function.argtypes = ARGUMENTS[name]
+    function.restype = None
     return function
+
+
+def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> str:
+    """Return the C++ source of a kernel; the arguments are those of `kernel`."""
+    file_name = "ordered"
+    if name in ("multiply", "attend"):
+        file_name = name
+    parts = [f"#define STORED {TYPES[dtype]}"]
+    for constant, value in sizes.items():
+        parts.append(f"#define {constant} {value}")
+    folder = Path(__file__).parent / "native"
+    for file in ("vectors.h", "pages.h", f"{file_name}.cpp"):
+        parts.append((folder / file).read_text())
+    return "\n".join(parts)
+
+
+def _approve(name: str, dtype: torch.dtype, sizes: Mapping[str, int], path: Path) -> None:
+    """Raise `UnprovedError` unless a compiled kernel passed its trial on this machine."""
+    verdict = require_proved(_subject(name, dtype, sizes, path))
+    if verdict is not None:
+        _PROOFS[name, dtype, tuple(sizes.items())] = verdict
+
+
+_PROOFS: dict[tuple[Any, ...], Verdict] = {}
+
+
+def proof_of(name: str, dtype: torch.dtype, **sizes: int) -> Verdict | None:
+    """Return the verdict of a kernel that this process loaded.
+
+    Args:
+        name: of the kernel.
+        dtype: of the numbers that it reads.
+        sizes: constants that it was compiled with; others may have any value.
+
+    Returns:
+        None if no such kernel was loaded, or if it was loaded without a trial.
+    """
+    for (loaded, of_dtype, constants), verdict in _PROOFS.items():
+        if loaded == name and of_dtype == dtype and sizes.items() <= dict(constants).items():
+            return verdict
+    return None
+
+
+def _subject(name: str, dtype: torch.dtype, sizes: Mapping[str, int], path: Path) -> Subject:
+    dtype_name = str(dtype).removeprefix("torch.")
+    shape = ", ".join(f"{constant}={value}" for constant, value in sizes.items())
+    description = f"C++ kernel {name} ({', '.join(filter(None, (dtype_name, shape)))})"
+    # The library's bytes stand for source, compiler, flags and sizes.
+    library = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Subject(
+        name=description,
+        function=TRIAL,
+        argument={
+            "library": str(path),
+            "name": name,
+            "dtype": dtype_name,
+            "sizes": dict(sizes),
+        },
+        key={"kernel": description, "library": library, "machine": inductor.machine_hash()},
+        otherwise="PyTorch computes in its place",
+        limit_seconds=SECONDS_OF_A_TRIAL,
+        # Several threads on every machine; they do not spin while they wait.
+        environment={"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},
+    )

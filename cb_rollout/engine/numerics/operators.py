@@ -1,9 +1,9 @@
-"""Install operators that compute each row alone, in place of torch's own, on a CPU.
+"""Replace torch's CPU operators by operators that compute each row alone.
 
 Replaced at the CPU's dispatch key (torch 2.11 to 2.13), below autograd and autocast, so models are
-not touched and gradients are torch's own formulas. Products in a true backward pass run torch's own
-kernels: nothing there must equal anything. torch's other operators were found to give a row the
-same bits in any batch (tests/numerics/test_operators.py), and are left alone.
+not touched and gradients are torch's own formulas. Products in a real backward pass run torch's
+kernels, because gradients need not be bitwise equal. torch's other operators are kept: they give a
+row the same bits in any batch (tests/numerics/test_operators.py).
 
 Process-wide, for as long as at least one caller is inside `installed`. Any thread may call.
 """
@@ -32,7 +32,7 @@ _LIBRARY: Library | None = None
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Have torch compute by these operators, in every thread."""
+    """Make torch compute with these operators, in every thread."""
     global _NUM_INSIDE, _LIBRARY
     with _LOCK:
         if _NUM_INSIDE == 0:
@@ -49,13 +49,13 @@ def installed() -> Iterator[None]:
 
 
 def are_installed() -> bool:
-    """Return whether torch computes by these operators."""
+    """Return whether torch computes with these operators."""
     return _LIBRARY is not None
 
 
 @contextmanager
 def torchs_own() -> Iterator[None]:
-    """Have this thread compute by torch's own operators, as for gradients."""
+    """Make this thread compute with torch's own operators, for example gradients."""
     before = getattr(_THREAD, "is_plain", False)
     _THREAD.is_plain = True
     try:
@@ -83,7 +83,7 @@ def _install() -> Library:
 
 
 def _dispatched(name: str, replaced: _Operator) -> _Operator:
-    """Return the kernel of an operator: `replaced`, or torch's where that returns None."""
+    """Return the kernel of an operator: `replaced`, or torch's if `replaced` returns None."""
     torchs_own = get_kernel(f"aten::{name}", "CPU")
 
     def run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _dispatched(name: str, replaced: _Operator) -> _Operator:
 
 
 def _is_backward() -> bool:
-    """Return whether a backward pass is running, and not a forward that it computes again."""
+    """Return whether a backward pass is running, not a forward that it recomputes."""
     if getattr(_THREAD, "is_plain", False):
         return True
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
@@ -126,7 +126,8 @@ def _addmm(
 ) -> torch.Tensor | None:
     if not _are_supported(left_MK, right_KN, bias):
         return None
-    if {*factors.values()} <= {1} and bias.dim() == 1 and _is_transposed(right_KN):
+    is_plain_sum = all(factor == 1 for factor in factors.values())
+    if is_plain_sum and bias.dim() == 1 and _is_transposed(right_KN):
         return multiply(left_MK, right_KN.t(), bias.expand(right_KN.shape[1]))
     product = _mm(left_MK, right_KN)
     assert product is not None
@@ -145,10 +146,14 @@ def _addmm_(
 def _added(
     bias: torch.Tensor, product: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    product = product if alpha == 1 else product * alpha
+    """Return `beta * bias + alpha * product`, without a multiplication by 1."""
+    if alpha != 1:
+        product = product * alpha
     if beta == 0:
         return product
-    return product + (bias if beta == 1 else bias * beta)
+    if beta != 1:
+        bias = bias * beta
+    return product + bias
 
 
 def _bmm(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor | None:
@@ -166,12 +171,16 @@ def _baddbmm(
     bias: torch.Tensor, left_BMK: torch.Tensor, right_BKN: torch.Tensor, **factors: float
 ) -> torch.Tensor | None:
     product = _bmm(left_BMK, right_BKN)
-    return None if product is None else _added(bias, product, **factors)
+    if product is None:
+        return None
+    return _added(bias, product, **factors)
 
 
 def _mv(matrix_MK: torch.Tensor, vector_K: torch.Tensor) -> torch.Tensor | None:
     product = _mm(matrix_MK, vector_K[:, None])
-    return None if product is None else product[:, 0]
+    if product is None:
+        return None
+    return product[:, 0]
 
 
 def _grouped_mm(
@@ -181,17 +190,30 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | None:
-    is_plain = (rows_BK.dim(), weights_GKN.dim()) == (2, 3) and offs is not None
-    if not is_plain or bias is not None or not _are_supported(rows_BK, weights_GKN):
+    """Multiply the rows of each group by the group's matrix; None: torch computes it.
+
+    The parameter names are those of torch's operator.
+
+    Args:
+        rows_BK: the rows, one group after another.
+        weights_GKN: a matrix of each group.
+        offs: the row at which each group ends.
+        bias: None, or torch computes it.
+        out_dtype: dtype of the outputs; None: that of the rows.
+    """
+    if rows_BK.dim() != 2 or weights_GKN.dim() != 3:
+        return None
+    if offs is None or bias is not None or not _are_supported(rows_BK, weights_GKN):
         return None
     outputs = rows_BK.new_zeros(rows_BK.shape[0], weights_GKN.shape[2])
     start = 0
-    assert offs is not None
     for group, end in enumerate(offs.tolist()):
         if end > start:
             outputs[start:end] = torch.mm(rows_BK[start:end], weights_GKN[group])
         start = end
-    return outputs if out_dtype is None else outputs.to(out_dtype)
+    if out_dtype is None:
+        return outputs
+    return outputs.to(out_dtype)
 
 
 def _attention(
@@ -204,29 +226,57 @@ def _attention(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Attend where a model calls torch's function itself (Falcon in transformers 5.23)."""
-    (*_, Q, D), S = query_BHQD.shape, key_BKSD.shape[2]
+    """Attend for a model that calls torch's function directly (Falcon in transformers 5.23).
+
+    Args:
+        query_BHQD: as the next two, of one dtype.
+        key_BKSD: keys.
+        value_BKSE: values.
+        dropout_p: share of the weights that are dropped.
+        is_causal: each query sees the keys up to its own.
+        attn_mask: see `kernels.attend`.
+        scale: multiplies the scores; None: by the size of a key.
+
+    Returns:
+        The outputs, `[B, H, Q, E]`, and the logarithms of the sums; None: torch's own attends.
+    """
+    Q, D = query_BHQD.shape[2:]
+    S = key_BKSD.shape[2]
     if dropout_p or (is_causal and Q != S) or not _are_supported(query_BHQD, key_BKSD, value_BKSE):
         return None
-    settings = {"attn_mask": attn_mask, "scale": scale}
-    states = query_BHQD, key_BKSD, value_BKSE
     with torchs_own():
         # The backward pass takes the second, the logarithms of the sums.
         _, logsumexp_BQH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *states, dropout_p, is_causal, **settings
+            query_BHQD,
+            key_BKSD,
+            value_BKSE,
+            dropout_p,
+            is_causal,
+            attn_mask=attn_mask,
+            scale=scale,
         )
-    factor = D**-0.5 if scale is None else scale
-    outputs_BQHE = attend(*states, attn_mask, scale=factor, is_causal=is_causal and Q > 1)
+    factor = D**-0.5
+    if scale is not None:
+        factor = scale
+    outputs_BQHE = attend(
+        query_BHQD,
+        key_BKSD,
+        value_BKSE,
+        attn_mask,
+        scale=factor,
+        is_causal=is_causal and Q > 1,
+    )
     return outputs_BQHE.transpose(1, 2), logsumexp_BQH
 
 
 def _elementwise(function: Callable[..., torch.Tensor]) -> _Operator:
-    """Compute in float32 by operators that treat the ends of a tensor as its middle."""
+    """Compute in float32 with operators that treat the ends of a tensor like its middle."""
 
     def run(numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         if numbers.dtype not in DTYPES:
             return None
-        return function(numbers.float(), *args, **kwargs).to(numbers.dtype)
+        result = function(numbers.float(), *args, **kwargs)
+        return result.to(numbers.dtype)
 
     return run
 
@@ -269,9 +319,13 @@ def _over_last(function: Callable[..., torch.Tensor | None]) -> _Operator:
     """Compute over the last dimension of numbers in `DTYPES`."""
 
     def run(x: torch.Tensor, dim: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        dims = [dim] if isinstance(dim, int) else list(dim)
-        is_last = x.numel() > 0 and dims in ([-1], [x.dim() - 1])
-        return function(x, *args, **kwargs) if is_last and x.dtype in DTYPES else None
+        dims = [dim]
+        if not isinstance(dim, int):
+            dims = list(dim)
+        is_last = dims in ([-1], [x.dim() - 1])
+        if not is_last or x.numel() == 0 or x.dtype not in DTYPES:
+            return None
+        return function(x, *args, **kwargs)
 
     return run
 
@@ -279,26 +333,36 @@ def _over_last(function: Callable[..., torch.Tensor | None]) -> _Operator:
 def _logsumexp(x: torch.Tensor, keepdim: bool = False) -> torch.Tensor:
     peaks, _, sums = _exponentials(x)
     logs = (sums.log().float() + peaks).to(x.dtype)
-    return logs if keepdim else logs.squeeze(-1)
+    if keepdim:
+        return logs
+    return logs.squeeze(-1)
 
 
 def _softmax(x: torch.Tensor, half_to_float: bool) -> torch.Tensor:
     _, weights, sums = _exponentials(x)
-    return (weights / sums.float()).to(torch.float32 if half_to_float else x.dtype)
+    probabilities = weights / sums.float()
+    return probabilities.to(_output_dtype(x, half_to_float))
 
 
 def _safe_softmax(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Give zeros where every score is minus infinity."""
+    """Return zeros if every score is minus infinity."""
     if dtype not in (None, x.dtype):
         return None
     _, weights, sums = _exponentials(x)
-    return (weights / sums.float().masked_fill(sums == 0, 1.0)).to(x.dtype)
+    divisors = sums.float().masked_fill(sums == 0, 1.0)
+    return (weights / divisors).to(x.dtype)
 
 
 def _log_softmax(x: torch.Tensor, half_to_float: bool) -> torch.Tensor:
     peaks, _, sums = _exponentials(x)
     logprobs = x.float() - (sums.log().float() + peaks)
-    return logprobs.to(torch.float32 if half_to_float else x.dtype)
+    return logprobs.to(_output_dtype(x, half_to_float))
+
+
+def _output_dtype(x: torch.Tensor, half_to_float: bool) -> torch.dtype:
+    if half_to_float:
+        return torch.float32
+    return x.dtype
 
 
 def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ on nothing else in the batch, and resuming needs no saved state. B: rows, V: voc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,13 @@ from cb_rollout.config.enums import LogprobsMode
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.request import Request
-from cb_rollout.engine.sampling.truncation import Truncation, create_truncation, truncate
+from cb_rollout.engine.sampling.truncation import (
+    CUMULATIVE_UNITS,
+    Truncation,
+    create_truncation,
+    cumulative_units,
+    truncate,
+)
 
 # SplitMix64's constants (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators")
 # as signed integers: torch's int64 wraps as the unsigned arithmetic of the paper does.
@@ -26,7 +32,8 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 # Tokens that are summed together before one is drawn: cumulative sums over the whole vocabulary
 # would take more bytes than the logits.
-LARGEST_CHUNK, SMALLEST_CHUNK = 256, 16
+LARGEST_CHUNK = 256
+SMALLEST_CHUNK = 16
 
 # The exponentials that a CPU computes at once take so many bytes, which its cache holds.
 CPU_BYTES = 2 << 20
@@ -65,8 +72,10 @@ class SamplingBatch:
     """The largest `top_logprobs` of all rows."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        temperatures_B = self.temperatures_B
-        return logits_BV if temperatures_B is None else logits_BV / temperatures_B[:, None]
+        """Return the logits over the rows' temperatures; the same tensor if all are 1."""
+        if self.temperatures_B is None:
+            return logits_BV
+        return logits_BV / self.temperatures_B[:, None]
 
 
 class Sampled(NamedTuple):
@@ -92,21 +101,41 @@ class Sampled(NamedTuple):
 
 def create_sampling_batch(requests: Sequence[Request], device: torch.device) -> SamplingBatch:
     """Collect the parameters of `requests`, one row each."""
-    params = [request.params for request in requests]
-    greedy = [row for row, p in enumerate(params) if p.is_greedy]
-    truncated = [row for row, p in enumerate(params) if p.is_truncated]
-    with_top = [row for row, p in enumerate(params) if p.top_logprobs]
-    temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-    is_scaled, on_device = set(temperatures) != {1.0}, partial(devices.to_device, device=device)
+    seeds: list[int] = []
+    temperatures: list[float] = []
+    greedy: list[int] = []
+    truncated: list[int] = []
+    with_top: list[int] = []
+    for row, request in enumerate(requests):
+        params = request.params
+        seeds.append(request.seed)
+        temperatures.append(1.0 if params.is_greedy else params.temperature)
+        if params.is_greedy:
+            greedy.append(row)
+        if params.is_truncated:
+            truncated.append(row)
+        if params.top_logprobs:
+            with_top.append(row)
+    temperatures_B = None
+    if set(temperatures) != {1.0}:
+        temperatures_B = devices.to_device(temperatures, device, torch.float32)
+    of_truncated = [requests[row].params for row in truncated]
     return SamplingBatch(
-        temperatures_B=on_device(temperatures, dtype=torch.float32) if is_scaled else None,
-        seeds_B=on_device([request.seed for request in requests]),
-        greedy_rows=on_device(greedy) if greedy else None,
-        truncated_rows=on_device(truncated) if truncated else None,
-        truncation=create_truncation([params[r] for r in truncated], device),
-        top_rows=on_device(with_top) if with_top else None,
-        num_top=max(p.top_logprobs for p in params),
+        temperatures_B=temperatures_B,
+        seeds_B=devices.to_device(seeds, device),
+        greedy_rows=_row_indices(greedy, device),
+        truncated_rows=_row_indices(truncated, device),
+        truncation=create_truncation(of_truncated, device),
+        top_rows=_row_indices(with_top, device),
+        num_top=max(request.params.top_logprobs for request in requests),
     )
+
+
+def _row_indices(rows: list[int], device: torch.device) -> torch.Tensor | None:
+    """Return indices of rows as a tensor; None without indices."""
+    if not rows:
+        return None
+    return devices.to_device(rows, device)
 
 
 class Exponentials(NamedTuple):
@@ -126,11 +155,15 @@ def exponentials(logits_BV: torch.Tensor) -> Exponentials:
     """Sum the exponentials of each row's logits, scaled so that the largest is 1."""
     B, V = logits_BV.shape
     peaks_B1 = logits_BV.amax(-1, keepdim=True)
-    # What fits a CPU's cache is not written to memory, of which each new page costs time.
-    is_cpu = logits_BV.device.type == "cpu"
-    num_rows = max(1, CPU_BYTES // (4 * V) if is_cpu else B)
+    num_rows = max(1, B)
+    if logits_BV.device.type == "cpu":
+        # What fits a CPU's cache is not written to memory, of which each new page costs time.
+        num_rows = max(1, CPU_BYTES // (4 * V))
+    sums: list[torch.Tensor] = []
     parts = zip(logits_BV.split(num_rows), peaks_B1.split(num_rows), strict=True)
-    sums = [_chunks((part - peaks).exp_()).sum(-1, dtype=torch.float64) for part, peaks in parts]
+    for part, peaks in parts:
+        weights = (part - peaks).exp_()
+        sums.append(_chunks(weights).sum(-1, dtype=torch.float64))
     sums_BC = torch.cat(sums)
     normalizers_B = sums_BC.sum(-1).log().float() + peaks_B1[:, 0]
     return Exponentials(logits_BV, peaks_B1, sums_BC, normalizers_B)
@@ -144,8 +177,10 @@ def _chunks(values_BV: torch.Tensor) -> torch.Tensor:
 @cache
 def _chunk_size(vocab_size: int) -> int:
     """Return the largest chunk size that divides the vocabulary, or the whole vocabulary."""
-    sizes = range(LARGEST_CHUNK, SMALLEST_CHUNK - 1, -1)
-    return next((size for size in sizes if vocab_size % size == 0), vocab_size)
+    for size in range(LARGEST_CHUNK, SMALLEST_CHUNK - 1, -1):
+        if vocab_size % size == 0:
+            return size
+    return vocab_size
 
 
 def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
@@ -161,14 +196,17 @@ def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 def _find(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Find which of K intervals (float64 lengths), end to end, has a point >= 0, and its offset."""
-    ends_BK = sums_BK.cumsum(-1)
-    last_B1 = ends_BK[:, -1:]
-    # Rounding must not lead past the end or before the beginning, to a token of probability zero.
-    points_B1 = torch.minimum(points_B1, torch.nextafter(last_B1, torch.zeros_like(last_B1)))
+    totals_B1 = sums_BK.sum(-1, keepdim=True)
+    ends_BK = cumulative_units(sums_BK, totals_B1)
+    # Rounding must not lead past the end, to a token of probability zero.
+    units_B1 = (points_B1 / totals_B1 * CUMULATIVE_UNITS).long()
+    units_B1 = torch.minimum(units_B1, ends_BK[:, -1:] - 1)
     # A row without a distribution has no such interval.
-    indices_B1 = torch.searchsorted(ends_BK, points_B1, right=True).clamp(max=sums_BK.shape[1] - 1)
-    starts_B1 = (ends_BK - sums_BK).gather(1, indices_B1)
-    return indices_B1, (points_B1 - starts_B1).clamp(min=0)
+    indices_B1 = torch.searchsorted(ends_BK, units_B1, right=True).clamp(max=sums_BK.shape[1] - 1)
+    before_B1 = (indices_B1 - 1).clamp(min=0)
+    starts_B1 = torch.where(indices_B1 > 0, ends_BK.gather(1, before_B1), 0)
+    offsets_B1 = points_B1 - starts_B1 / CUMULATIVE_UNITS * totals_B1
+    return indices_B1, offsets_B1.clamp(min=0)
 
 
 def sample(
@@ -180,47 +218,89 @@ def sample(
 ) -> Sampled:
     """Choose each row's next token.
 
-    `logits_BV` are the model's, float32; `indices_B` (int64) the tokens that each row has sampled.
-    `processed_BV` are float32 logits to sample from instead; None: `logits_BV`.
+    Args:
+        logits_BV: the model's, float32.
+        batch: the rows' sampling parameters.
+        indices_B: int64, how many tokens each row has sampled.
+        mode: the distribution that log-probabilities are taken from.
+        processed_BV: float32 logits to sample from instead; None: `logits_BV`.
     """
-    scaled_BV = batch.scaled(logits_BV)
-    choose_BV = logits_BV if processed_BV is None else processed_BV
-    sampled_from_BV = scaled_BV if processed_BV is None else batch.scaled(processed_BV)
-    log_mass_R = is_kept_RV = None
-    if batch.truncated_rows is not None and batch.truncation is not None:
-        whole_RV = sampled_from_BV.index_select(0, batch.truncated_rows)
-        kept_RV = truncate(whole_RV, batch.truncation)
-        log_mass_R = kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1)
-        is_kept_RV = kept_RV > -torch.inf
-        sampled_from_BV = sampled_from_BV.index_copy(0, batch.truncated_rows, kept_RV)
-    distribution = exponentials(sampled_from_BV)
-    normalizers_B = distribution.normalizers_B
+    policy_BV = batch.scaled(logits_BV)
+    if processed_BV is None:
+        processed = _truncated(policy_BV, batch)
+        greedy_from_BV = logits_BV
+    else:
+        processed = _truncated(batch.scaled(processed_BV), batch)
+        greedy_from_BV = processed_BV
+    distribution = exponentials(processed.logits_BV)
     token_ids_B = draw(distribution, uniforms(batch.seeds_B, indices_B))
     if batch.greedy_rows is not None:
-        most_likely_R = choose_BV.index_select(0, batch.greedy_rows).argmax(-1)
+        most_likely_R = greedy_from_BV.index_select(0, batch.greedy_rows).argmax(-1)
         token_ids_B = token_ids_B.index_copy(0, batch.greedy_rows, most_likely_R)
+    # A row without a distribution may have drawn past the end.
     token_ids_B = token_ids_B.clamp(max=logits_BV.shape[-1] - 1)
-    reported_BV = sampled_from_BV
-    is_valid_B, is_possible_B = normalizers_B.isfinite(), None
-    if sampled_from_BV is not scaled_BV:
-        own_normalizers_B = exponentials(scaled_BV).normalizers_B
-        if processed_BV is not None:
-            is_valid_B, is_possible_B = own_normalizers_B.isfinite(), is_valid_B
+
+    reported_BV = processed.logits_BV
+    normalizers_B = distribution.normalizers_B
+    is_valid_B = normalizers_B.isfinite()
+    is_possible_B = None
+    if processed.logits_BV is not policy_BV:
+        policy_normalizers_B = exponentials(policy_BV).normalizers_B
+        if processed_BV is None:
+            is_valid_B = is_valid_B & policy_normalizers_B.isfinite()
         else:
-            is_valid_B = is_valid_B & own_normalizers_B.isfinite()
+            is_possible_B = is_valid_B
+            is_valid_B = policy_normalizers_B.isfinite()
         if mode != LogprobsMode.PROCESSED:
-            reported_BV, normalizers_B = scaled_BV, own_normalizers_B
-    logprobs_B = reported_BV.gather(1, token_ids_B[:, None])[:, 0] - normalizers_B
+            reported_BV = policy_BV
+            normalizers_B = policy_normalizers_B
     if operators.are_installed():
         logprobs_B = chosen_logprobs(reported_BV, token_ids_B)
-    top_KN = None
-    if batch.top_rows is not None:
-        num_top = min(batch.num_top, logits_BV.shape[-1])
-        likely = reported_BV.index_select(0, batch.top_rows).topk(num_top)
-        top_KN = likely.indices, likely.values - normalizers_B[batch.top_rows, None]
+    else:
+        logprobs_B = reported_BV.gather(1, token_ids_B[:, None])[:, 0] - normalizers_B
     return Sampled(
-        token_ids_B, logprobs_B, is_valid_B, is_possible_B, top_KN, log_mass_R, is_kept_RV
+        token_ids_B=token_ids_B,
+        logprobs_B=logprobs_B,
+        is_valid_B=is_valid_B,
+        is_possible_B=is_possible_B,
+        top_KN=_most_likely(reported_BV, normalizers_B, batch),
+        log_mass_R=processed.log_mass_R,
+        kept_RV=processed.kept_RV,
     )
+
+
+class _Truncated(NamedTuple):
+    """Logits after top-k, top-p and min-p."""
+
+    logits_BV: torch.Tensor
+    log_mass_R: torch.Tensor | None = None
+    """As of `Sampled`."""
+    kept_RV: torch.Tensor | None = None
+    """As of `Sampled`."""
+
+
+def _truncated(logits_BV: torch.Tensor, batch: SamplingBatch) -> _Truncated:
+    """Exclude the tokens that the rows truncate; return the same tensor if no row truncates."""
+    if batch.truncated_rows is None or batch.truncation is None:
+        return _Truncated(logits_BV)
+    whole_RV = logits_BV.index_select(0, batch.truncated_rows)
+    kept_RV = truncate(whole_RV, batch.truncation)
+    return _Truncated(
+        logits_BV=logits_BV.index_copy(0, batch.truncated_rows, kept_RV),
+        log_mass_R=kept_RV.logsumexp(-1) - whole_RV.logsumexp(-1),
+        kept_RV=kept_RV > -torch.inf,
+    )
+
+
+def _most_likely(
+    logits_BV: torch.Tensor, normalizers_B: torch.Tensor, batch: SamplingBatch
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return `Sampled.top_KN`."""
+    if batch.top_rows is None:
+        return None
+    num_top = min(batch.num_top, logits_BV.shape[-1])
+    top = logits_BV.index_select(0, batch.top_rows).topk(num_top)
+    return top.indices, top.values - normalizers_B[batch.top_rows, None]
 
 
 def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:

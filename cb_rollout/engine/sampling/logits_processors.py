@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.generation.logits_process import (
@@ -26,6 +26,9 @@ from transformers.generation.logits_process import (
 
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.request import Request
+
+if TYPE_CHECKING:
+    from cb_rollout.config.grammar import GrammarMatcher
 
 # Changes logits, float32 `[B, V]`, in place, or returns changed ones.
 Change = Callable[[torch.Tensor], None]
@@ -75,28 +78,36 @@ class _Rows:
     def integers(self, values: Sequence[int]) -> torch.Tensor:
         return devices.to_device(values, self.device)
 
+    def numbers(self, values: Sequence[float]) -> torch.Tensor:
+        return devices.to_device(values, self.device, torch.float32)
+
     # Processors that are annotated to take lists or a single token take tensors too.
     def known(self, tokens: Iterable[int]) -> Any:
         return self.integers([token for token in tokens if token < self.vocab_size])
 
     def entries(self, given: Iterable[tuple[int, int, float]]) -> list[torch.Tensor]:
         """Return row, token and value of each entry (K), without tokens outside the vocabulary."""
-        entries = [entry for entry in given if entry[1] < self.vocab_size]
-        rows, tokens, values = map(list, zip(*entries, strict=True)) if entries else ([], [], [])
-        values_K = devices.to_device(values, self.device, torch.float32)
-        return [self.integers(rows), self.integers(tokens), values_K]
+        rows: list[int] = []
+        tokens: list[int] = []
+        values: list[float] = []
+        for row, token, value in given:
+            if token < self.vocab_size:
+                rows.append(row)
+                tokens.append(token)
+                values.append(value)
+        return [self.integers(rows), self.integers(tokens), self.numbers(values)]
 
 
 def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change | None:
     if not never_sampled:
         return None
     never_sampled_N = rows.integers(list(never_sampled))
-    rows_K, tokens_K, _ = rows.entries(
-        (row, token, 0.0)
-        for row, request in enumerate(rows.requests)
-        for token in never_sampled
-        if token in (request.params.logit_bias or {})
-    )
+    allowed: list[tuple[int, int, float]] = []
+    for row, request in enumerate(rows.requests):
+        for token in never_sampled:
+            if token in (request.params.logit_bias or {}):
+                allowed.append((row, token, 0.0))
+    rows_K, tokens_K, _ = rows.entries(allowed)
 
     def forbid(logits_BV: torch.Tensor) -> None:
         allowed_K = logits_BV[rows_K, tokens_K]
@@ -107,11 +118,11 @@ def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change |
 
 
 def _create_bias(rows: _Rows) -> Change | None:
-    rows_K, tokens_K, values_K = rows.entries(
-        (row, token, value)
-        for row, request in enumerate(rows.requests)
-        for token, value in (request.params.logit_bias or {}).items()
-    )
+    biases: list[tuple[int, int, float]] = []
+    for row, request in enumerate(rows.requests):
+        for token, value in (request.params.logit_bias or {}).items():
+            biases.append((row, token, value))
+    rows_K, tokens_K, values_K = rows.entries(biases)
     if not len(rows_K):
         return None
 
@@ -127,22 +138,38 @@ def _create_penalties(rows: _Rows) -> Change | None:
     Repetition is transformers' `RepetitionPenaltyLogitsProcessor`: over prompt and completion.
     Presence and frequency are OpenAI's, as in vLLM: over the completion.
     """
-    penalized = {row: r for row, r in enumerate(rows.requests) if r.params.is_penalized}
-    if not penalized:
+    requests: list[Request] = []
+    penalized: list[int] = []
+    prompt_lengths: list[int] = []
+    repetition: list[float] = []
+    presence: list[float] = []
+    frequency: list[float] = []
+    for row, request in enumerate(rows.requests):
+        params = request.params
+        if params.is_penalized:
+            requests.append(request)
+            penalized.append(row)
+            prompt_lengths.append(len(request.prompt_ids))
+            repetition.append(params.repetition_penalty)
+            presence.append(params.presence_penalty)
+            frequency.append(params.frequency_penalty)
+    if not requests:
         return None
-    requests, rows_P = list(penalized.values()), rows.integers(list(penalized))
-    num_prompt_P1 = rows.integers([len(request.prompt_ids) for request in requests])[:, None]
-    params = [request.params for request in requests]
-    given = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-    columns_3P1 = devices.to_device(given, rows.device, torch.float32).T[..., None]
-    repetition_P1, presence_P1, frequency_P1 = columns_3P1
+    rows_P = rows.integers(penalized)
+    num_prompt_P1 = rows.integers(prompt_lengths)[:, None]
+    repetition_P1 = rows.numbers(repetition)[:, None]
+    presence_P1 = rows.numbers(presence)[:, None]
+    frequency_P1 = rows.numbers(frequency)[:, None]
 
     def penalize(logits_BV: torch.Tensor) -> None:
         # Padding, and tokens without a logit, go to one more column, dropped in the end.
-        none, T = rows.vocab_size, max(request.num_tokens for request in requests)
-        padded = [[*r.token_ids, *[none] * (T - r.num_tokens)] for r in requests]
-        used_PT = rows.integers([token for row in padded for token in row]).view(-1, T)
-        used_PT = used_PT.clamp(max=none)
+        none = rows.vocab_size
+        T = max(request.num_tokens for request in requests)
+        padded: list[int] = []
+        for request in requests:
+            padded += request.token_ids
+            padded += [none] * (T - request.num_tokens)
+        used_PT = rows.integers(padded).view(-1, T).clamp(max=none)
         is_prompt_PT = torch.arange(T, device=rows.device) < num_prompt_P1
         sampled_PT = used_PT.masked_fill(is_prompt_PT, none)
         scores_PV = torch.nn.functional.pad(logits_BV[rows_P], (0, 1))
@@ -159,16 +186,19 @@ def _create_penalties(rows: _Rows) -> Change | None:
 def _create_of_rows(
     rows: _Rows, processors_of: Callable[[_Rows, Request], Iterable[Processor]]
 ) -> Change | None:
-    processors = {row: [*processors_of(rows, r)] for row, r in enumerate(rows.requests)}
-    processors = {row: several for row, several in processors.items() if several}
+    processors: dict[int, list[Processor]] = {}
+    for row, request in enumerate(rows.requests):
+        of_row = list(processors_of(rows, request))
+        if of_row:
+            processors[row] = of_row
     if not processors:
         return None
 
     def process(logits_BV: torch.Tensor) -> None:
-        for row, several in processors.items():
+        for row, of_row in processors.items():
             ids_1T = rows.integers(rows.requests[row].token_ids)[None]
             scores_1V = logits_BV[row : row + 1].clone()
-            for processor in several:
+            for processor in of_row:
                 scores_1V = processor(ids_1T, scores_1V)
             logits_BV[row] = scores_1V[0]
 
@@ -176,22 +206,28 @@ def _create_of_rows(
 
 
 def _first_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    given = (request.params.sequence_bias or {}).items()
-    biases: Any = {s: bias for s, bias in given if max(s) < rows.vocab_size}
+    biases: Any = {}
+    for token_ids, bias in (request.params.sequence_bias or {}).items():
+        if max(token_ids) < rows.vocab_size:
+            biases[token_ids] = bias
     if biases:
         yield SequenceBiasLogitsProcessor(biases)
 
 
 def _later_processors(rows: _Rows, request: Request) -> Iterator[Processor]:
-    params, num_prompt = request.params, len(request.prompt_ids)
+    params = request.params
+    num_prompt = len(request.prompt_ids)
     if params.no_repeat_ngram_size:
         yield NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size)
-    if words := [list(word) for word in params.bad_words if max(word) < rows.vocab_size]:
+    words = [list(word) for word in params.bad_words if max(word) < rows.vocab_size]
+    if words:
         yield NoBadWordsLogitsProcessor(words)
-    if (least := request.min_generated) > 0:
-        yield MinLengthLogitsProcessor(num_prompt + least, rows.known(request.stop_tokens))
-    if tokens := params.begin_suppress_tokens:
-        yield SuppressTokensAtBeginLogitsProcessor(tokens, num_prompt, str(rows.device))
+    if request.min_generated > 0:
+        shortest = num_prompt + request.min_generated
+        yield MinLengthLogitsProcessor(shortest, rows.known(request.stop_tokens))
+    if params.begin_suppress_tokens:
+        suppressed = params.begin_suppress_tokens
+        yield SuppressTokensAtBeginLogitsProcessor(suppressed, num_prompt, str(rows.device))
     if params.forced_bos_token_id:
         yield ForcedBOSTokenLogitsProcessor(rows.known(params.forced_bos_token_id))
     if params.forced_eos_token_id:
@@ -221,8 +257,8 @@ def _require_scores(scores: Any, logits_BV: torch.Tensor) -> None:
         kind = f"{type(scores).__module__}.{type(scores).__qualname__}".removeprefix("builtins.")
         raise TypeError(f"it returned a {kind}, not a torch.Tensor {wanted}")
     is_usable = scores.is_floating_point() and scores.layout is torch.strided
-    shape, device = (1, logits_BV.shape[1]), logits_BV.device
-    if not (is_usable and scores.shape == shape and scores.device == device):
+    has_shape = scores.shape == (1, logits_BV.shape[1])
+    if not (is_usable and has_shape and scores.device == logits_BV.device):
         raise ValueError(
             f"it returned a tensor {list(scores.shape)} of {scores.dtype} ({scores.layout}) on "
             f"{scores.device}, not {wanted}"
@@ -230,7 +266,10 @@ def _require_scores(scores: Any, logits_BV: torch.Tensor) -> None:
 
 
 def _create_grammars(rows: _Rows) -> Change | None:
-    matchers = {row: r.matcher for row, r in enumerate(rows.requests) if r.matcher is not None}
+    matchers: dict[int, GrammarMatcher] = {}
+    for row, request in enumerate(rows.requests):
+        if request.matcher is not None:
+            matchers[row] = request.matcher
     if not matchers:
         return None
     rows_G = rows.integers(list(matchers))

@@ -21,7 +21,8 @@ def masked_logprobs(
     as `GenerationOutput.kept_token_ids`. Results are float32, in nats, N. Differentiable. Memory:
     the kept logits, and the gradient of all logits.
     """
-    device, num_tokens = logits_NV.device, logits_NV.shape[0]
+    device = logits_NV.device
+    num_tokens = logits_NV.shape[0]
     counts_N = torch.tensor([len(ids) for ids in kept], dtype=torch.int64)
     rows_M = torch.arange(num_tokens).repeat_interleave(counts_N).to(device)
     ids_M = torch.empty(0, dtype=torch.int32)

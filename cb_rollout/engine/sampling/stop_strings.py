@@ -33,16 +33,35 @@ class StopStrings:
         self._tokens.append(token_id)
         # A token's text depends on the token before it (a leading space), not on earlier ones.
         new_text = self._decode(self._tokens)[len(self._context) :]
-        text, num_seen = self._tail + new_text, len(self._tail) + self._num_seen
-        is_found = any(
-            text.find(string, max(0, num_seen - len(string) + 1)) >= 0 for string in self._strings
-        )
-        is_waiting = len(self._tokens) - self._num_context < LONGEST_CHARACTER
-        if new_text.endswith(INCOMPLETE) and is_waiting:
-            self._num_seen = len(new_text.rstrip(INCOMPLETE))
-        else:
+        text = self._tail + new_text
+        num_seen = len(self._tail) + self._num_seen
+        is_found = any(self._ends_after(num_seen, string, text) for string in self._strings)
+        num_pending = 0
+        if new_text.endswith(INCOMPLETE):
+            # The last tokens may be the first bytes of a character. Earlier ones are not: it would
+            # be complete.
+            num_new = len(self._tokens) - self._num_context
+            num_pending = min(num_new, LONGEST_CHARACTER - 1)
+        self._keep_pending(num_pending)
+        return is_found
+
+    def _keep_pending(self, num_pending: int) -> None:
+        """Leave the last `num_pending` tokens to be decoded again with the next one.
+
+        The text of those before them joins the tail.
+        """
+        num_done = len(self._tokens) - num_pending
+        if num_done > self._num_context:
+            text = self._tail + self._decode(self._tokens[:num_done])[len(self._context) :]
             self._tail = text[-self._num_kept :] if self._num_kept else ""
             self._tokens = self._tokens[self._num_context :]
-            self._num_context, self._num_seen = len(self._tokens), 0
-            self._context = self._decode(self._tokens)
-        return is_found
+            self._num_context = num_done - self._num_context
+            self._context = self._decode(self._tokens[: self._num_context])
+        pending = self._decode(self._tokens)[len(self._context) :] if num_pending else ""
+        self._num_seen = len(pending.rstrip(INCOMPLETE))
+
+    @staticmethod
+    def _ends_after(num_seen: int, string: str, text: str) -> bool:
+        """Return whether a string occurs in a text and ends after its first characters."""
+        start = max(0, num_seen - len(string) + 1)
+        return string in text[start:]

@@ -24,6 +24,20 @@ NUM_CANDIDATES = 1024
 SORTED_SHARE = 4
 
 
+# Units of a row's total that cumulative sums are counted in: each is as fine as float64's rounding.
+CUMULATIVE_UNITS = 2.0**52
+
+
+def cumulative_units(values_BK: torch.Tensor, totals_B1: torch.Tensor) -> torch.Tensor:
+    """Return cumulative sums of values >= 0, as int64 counts of `total / CUMULATIVE_UNITS`.
+
+    Integers, because `torch.use_deterministic_algorithms` refuses a cumulative sum of floats on a
+    GPU. An integer sum has the same bits in any order.
+    """
+    shares_BK = values_BK.double() / totals_B1.double()
+    return (shares_BK * CUMULATIVE_UNITS).round().long().cumsum(-1)
+
+
 @dataclass(frozen=True, slots=True)
 class Truncation:
     """The truncation parameters of some rows."""
@@ -44,13 +58,25 @@ def create_truncation(params: Sequence[SamplingParams], device: torch.device) ->
     """Collect the truncation parameters of rows; None: there are no rows."""
     if not params:
         return None
+    top_k: list[int] = []
+    top_p: list[float] = []
+    min_p: list[float] = []
+    num_candidates = 0
+    for of_row in params:
+        wanted = NUM_CANDIDATES
+        if of_row.top_k:
+            # More than k, since other tokens may be as likely as the k-th.
+            wanted = 2 * of_row.top_k
+        num_candidates = max(num_candidates, wanted)
+        top_k.append(of_row.top_k or NO_TOP_K)
+        top_p.append(max(of_row.top_p, LEAST_TOP_P))
+        min_p.append(of_row.min_p)
     return Truncation(
-        devices.to_device([p.top_k or NO_TOP_K for p in params], device),
-        devices.to_device([max(p.top_p, LEAST_TOP_P) for p in params], device, torch.float32),
-        devices.to_device([p.min_p for p in params], device, torch.float32),
-        has_whole=not all(p.top_k for p in params),
-        # More than k, since other tokens may be as likely as the k-th.
-        num_candidates=max(2 * p.top_k or NUM_CANDIDATES for p in params),
+        top_k_R=devices.to_device(top_k, device),
+        top_p_R=devices.to_device(top_p, device, torch.float32),
+        min_p_R=devices.to_device(min_p, device, torch.float32),
+        has_whole=NO_TOP_K in top_k,
+        num_candidates=num_candidates,
     )
 
 
@@ -82,7 +108,8 @@ def _keep(
     last candidate is kept, or top-k keeps it for the other rules.
     """
     M = values_RM.shape[-1]
-    top_k_R1, top_p_R1 = truncation.top_k_R[:, None], truncation.top_p_R[:, None]
+    top_k_R1 = truncation.top_k_R[:, None]
+    top_p_R1 = truncation.top_p_R[:, None]
     last_values_R1 = values_RM.gather(-1, top_k_R1.clamp(max=M) - 1)
     left_RM = (values_RM >= last_values_R1) & (values_RM > -torch.inf)
     # Top-p counts the tokens that top-k keeps; without top-k, the whole vocabulary.
@@ -91,7 +118,8 @@ def _keep(
     if truncation.has_whole:
         total_R1 = torch.where(is_whole_R1, logits_RV.logsumexp(-1, keepdim=True), total_R1)
     probabilities_RM = (values_RM - total_R1).exp()
-    mass_before_RM = probabilities_RM.cumsum(-1) - probabilities_RM
+    ends_RM = cumulative_units(probabilities_RM, torch.ones_like(top_p_R1))
+    mass_before_RM = ends_RM / CUMULATIVE_UNITS - probabilities_RM
     keep_RM = left_RM & ((top_p_R1 >= 1) | (mass_before_RM < top_p_R1))
     keep_RM &= probabilities_RM >= truncation.min_p_R[:, None] * probabilities_RM[:, :1]
     # Equally likely tokens stay or go together, so that no order of sorting decides.

@@ -7,13 +7,14 @@ import heapq
 import operator
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from cb_rollout.config.enums import SchedulerType
 from cb_rollout.engine.kv_cache.block_manager import BlockManager
 from cb_rollout.engine.kv_cache.block_pool import BlockPool
+from cb_rollout.engine.kv_cache.offloading import KVOffloader
 from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request, members
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import RequestStatus
@@ -33,6 +34,42 @@ RUNNING_PER_PROMPT = 4
 MAX_DECODES_IN_A_ROW = 8
 
 
+@dataclass(slots=True)
+class PrefillSize:
+    """The tokens that a prefill computes and the keys that it gathers, padding included."""
+
+    is_packed: bool
+    """True if rows are packed; False: each row is padded to the longest."""
+    num_rows: int = 0
+    num_new: int = 0
+    """New tokens: the sum over rows if packed, otherwise the longest row's."""
+    num_keys: int = 0
+    """New and cached tokens: the sum over rows if packed, otherwise the longest row's."""
+    has_history: bool = False
+    """True if a row continues a prompt, so that keys are gathered."""
+
+    def add(self, num_new: int, num_before: int) -> None:
+        """Add a row of `num_new` tokens after `num_before` computed ones."""
+        num_keys = num_before + num_new
+        if self.is_packed:
+            self.num_new += num_new
+            self.num_keys += num_keys
+        else:
+            self.num_new = max(self.num_new, num_new)
+            self.num_keys = max(self.num_keys, num_keys)
+        self.num_rows += 1
+        if num_before > 0:
+            self.has_history = True
+
+    def exceeds(self, max_batch_tokens: int) -> bool:
+        """Return whether the rows exceed the limits of one prefill."""
+        num_rows = 1 if self.is_packed else self.num_rows
+        if num_rows * self.num_new > max_batch_tokens:
+            return True
+        gathers_much = num_rows * self.num_keys > MAX_GATHER_RATIO * max_batch_tokens
+        return self.has_history and gathers_much
+
+
 @dataclass(eq=False)
 class Scheduler:
     """Admits, forks, preempts and retires sequences; lives as long as its engine."""
@@ -40,19 +77,21 @@ class Scheduler:
     limits: Limits
     counters: EngineCounters
     grow: Callable[[int], int]
-    """Makes room for as many more blocks as it can, and returns the total."""
+    """Grows the cache by up to this many blocks, and returns the total."""
     scheduler_type: str = SchedulerType.FIFO
     before_release: Callable[[Request], None] = lambda request: None
     """Called with each sequence that is about to lose its blocks."""
+    offloader: KVOffloader | None = None
+    """Stores the keys of preempted sequences; None: they are recomputed."""
     waiting: OrderedDict[Request, None] = field(default_factory=OrderedDict, init=False)
     """Sequences that wait for blocks and a table row, the next one first."""
     prefilling: deque[Prefill] = field(default_factory=deque, init=False)
     running: list[Request] = field(default_factory=list, init=False)
     blocks: BlockManager = field(init=False)
     max_batch_tokens: int = field(init=False)
-    """Tokens of one prefill; shrinks where a forward ran out of memory."""
+    """Maximum tokens of one prefill; shrinks when a forward runs out of memory."""
     max_admitted: int = field(init=False)
-    """Sequences that may hold a table row; shrinks likewise."""
+    """Maximum sequences with a table row; shrinks in the same way."""
     num_decodes_in_a_row: int = field(init=False)
     """Decode steps since the last prefill."""
 
@@ -62,20 +101,33 @@ class Scheduler:
     def _start_empty(self, limits: Limits, policy_version: int) -> None:
         self.limits = limits
         self.blocks = BlockManager(limits, self.grow, policy_version)
-        self.max_batch_tokens, self.max_admitted = limits.max_batch_tokens, limits.max_requests
+        self.max_batch_tokens = limits.max_batch_tokens
+        self.max_admitted = limits.max_requests
         self.num_decodes_in_a_row = 0
         self._free_table_rows = list(range(limits.max_requests))
         self._newly_admitted: list[Request] = []
 
     def reset(self, limits: Limits) -> None:
-        """Have all unfinished sequences wait again, hold no block, and follow other limits."""
+        """Return all unfinished sequences to the queue, without blocks, under new limits.
+
+        Keys on the host are dropped too, and their memory is freed.
+        """
+        if self.offloader is not None:
+            self.offloader.release()
         self.begin_policy_version(self.blocks.policy_version, keep_keys=False)
         self._start_empty(limits, self.blocks.policy_version)
+
+    def scheduled(self) -> list[Request]:
+        """Return all sequences, in the order in which they would wait after a `reset`."""
+        return [*members(self.prefilling), *self.running, *self.waiting]
 
     def clear(self) -> None:
         """Drop all sequences, without touching them, and every block."""
         self.waiting.clear()
-        self.prefilling, self.running = deque(), []
+        self.prefilling = deque()
+        self.running = []
+        if self.offloader is not None:
+            self.offloader.clear()
         self._start_empty(self.limits, self.blocks.policy_version)
 
     @property
@@ -84,7 +136,7 @@ class Scheduler:
 
     @property
     def is_prefill_next(self) -> bool:
-        """Return whether a prefill is tried before a decode step; the other runs if it cannot."""
+        """Return whether to try a prefill before a decode step; else a decode step comes first."""
         num_decodes = self.num_decodes_in_a_row
         is_prefill_first = self.scheduler_type == SchedulerType.PREFILL_FIRST
         if is_prefill_first or num_decodes >= MAX_DECODES_IN_A_ROW:
@@ -107,11 +159,11 @@ class Scheduler:
 
     @property
     def num_admissible(self) -> int:
-        """Sequences that may still be admitted; negative after `narrow_decode`."""
+        """Number of sequences that may still be admitted; negative after `narrow_decode`."""
         return self.max_admitted - self.num_admitted
 
     def num_usable_blocks(self) -> list[int]:
-        """Return the blocks of each sequence at its longest, for as many as have table rows."""
+        """Return the blocks at maximum length of each sequence that can have a table row."""
         requests = [*members(self.prefilling), *self.running]
         requests += islice(self.waiting, self.limits.max_requests - len(requests))
         needed = self.blocks.num_needed
@@ -120,80 +172,145 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self.waiting[request] = None
 
-    def schedule_prefill(self) -> list[Prefill]:
-        """Choose prompts, or chunks of them: at most `max_batch_tokens`, any padding included.
+    def record_turn(self, *, is_prefill: bool) -> None:
+        """Record the kind of the last step, which decides the order of later ones."""
+        self.num_decodes_in_a_row = 0 if is_prefill else self.num_decodes_in_a_row + 1
 
-        Where a row continues, all rows together gather at most `MAX_GATHER_RATIO` times as many.
-        The first chunk of a prompt with images runs alone, up to the last image's end at least.
+    def schedule_prefill(self) -> list[Prefill]:
+        """Choose prompts or chunks of at most `max_batch_tokens`, including padding.
+
+        If a row continues a prompt, all rows together gather at most `MAX_GATHER_RATIO` times as
+        many keys. The first chunk of a prompt with images runs alone, and reaches at least the end
+        of the last image.
         """
         chosen: list[Prefill] = []
-        has_history = False
-        # Padded, each row takes as much as the longest.
-        is_packed, num_new, num_keys = self.limits.is_packed, 0, 0
-        combine = operator.add if is_packed else max
-        pending = deque(self.prefilling)
-        while prefill := (pending.popleft() if pending else self._admit()):
-            before = prefill.leader.num_computed
-            remaining = prefill.leader.num_tokens - before
-            num_image_tokens = prefill.leader.num_image_tokens - before
+        size = PrefillSize(is_packed=self.limits.is_packed)
+        for prefill in self._prefills():
+            leader = prefill.leader
+            num_before = leader.num_computed
+            num_new = leader.num_tokens - num_before
+            num_image_tokens = leader.num_image_tokens - num_before
             if self.limits.can_resume_prompts:
-                remaining = min(remaining, max(self.max_batch_tokens, num_image_tokens))
-            if chosen and num_image_tokens > 0:
+                num_new = min(num_new, max(self.max_batch_tokens, num_image_tokens))
+            has_images = num_image_tokens > 0
+            size.add(num_new, num_before)
+            if chosen and (has_images or size.exceeds(self.max_batch_tokens)):
                 break
-            num_new, num_keys = combine(num_new, remaining), combine(num_keys, before + remaining)
-            has_history |= before > 0
-            num_rows = 1 if is_packed else len(chosen) + 1
-            is_full = num_rows * num_new > self.max_batch_tokens
-            gathers_much = num_rows * num_keys > MAX_GATHER_RATIO * self.max_batch_tokens
-            if chosen and (is_full or (has_history and gathers_much)):
-                break
-            prefill.num_scheduled = remaining
+            prefill.num_scheduled = num_new
             chosen.append(prefill)
-            if num_image_tokens > 0:
+            if has_images:
                 break
         return chosen
+
+    def _prefills(self) -> Iterator[Prefill]:
+        """Yield unfinished prefills, then new prefills of waiting sequences."""
+        yield from list(self.prefilling)
+        while True:
+            prefill = self._admit()
+            if prefill is None:
+                return
+            yield prefill
 
     def _admit(self) -> Prefill | None:
         """Begin the prefill of the first waiting sequence and of its followers.
 
-        A block stays free for every running sequence, or they would soon preempt the newcomer.
+        `resume` admits a sequence whose keys are on the host.
         """
         leader = self.next_waiting
-        if leader is None or self.num_admissible <= 0:
+        if leader is None or not self._may_admit or self._is_offloaded(leader):
             return None
-        num_spare = len(self.running)
+        num_spare = self._num_spare_blocks
         if not self.blocks.allocate_prompt(leader, num_spare):
             return None
         self._assign_table_row(leader)
         self.counters.prefill_tokens_saved += leader.num_computed
+        if not leader.num_generated:
+            leader.num_cached_tokens = leader.num_computed
         prefill = Prefill(leader)
         can_fork = leader.group is not None and not leader.num_generated
-        while can_fork and self.num_admissible > 0 and (follower := self.next_waiting):
-            is_alike = follower.group == leader.group and not follower.num_generated
-            if not (is_alike and self.blocks.allocate_fork(follower, leader, num_spare)):
+        while can_fork and self._may_admit:
+            follower = self.next_waiting
+            if follower is None or follower.group != leader.group or follower.num_generated:
+                break
+            if not self.blocks.allocate_fork(follower, leader, num_spare):
                 break
             self._assign_table_row(follower)
             prefill.followers.append(follower)
         self.prefilling.append(prefill)
         return prefill
 
+    @property
+    def _may_admit(self) -> bool:
+        """Return whether table rows and the safety margin allow another sequence."""
+        if self.num_admissible <= 0:
+            return False
+        most = self.limits.max_used_blocks
+        # With none admitted a margin would hold up all of them.
+        return most is None or self.num_admitted == 0 or self.pool.num_used <= most
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        """Return the number of blocks that must stay free when a sequence is admitted.
+
+        Without a margin, this is one per running sequence; otherwise these would soon preempt the
+        new sequence.
+        """
+        return len(self.running) if self.limits.max_used_blocks is None else 0
+
+    def _is_offloaded(self, request: Request) -> bool:
+        return self.offloader is not None and self.offloader.holds(request)
+
+    def resume(self) -> bool:
+        """Admit sequences from the head of the queue whose keys are on the host.
+
+        They decode in the next step. Sequences that are faster to recompute are prefilled instead.
+        Returns whether any sequence was admitted.
+        """
+        is_any = False
+        while True:
+            request = self.next_waiting
+            if request is None or not self._is_offloaded(request):
+                break
+            assert self.offloader is not None
+            if not self._may_admit:
+                break
+            if not self.blocks.allocate_prompt(request, self._num_spare_blocks):
+                break
+            is_any = True
+            self._assign_table_row(request)
+            if not self.offloader.restore(request, self.blocks.policy_version):
+                self.counters.prefill_tokens_saved += request.num_computed
+                self.prefilling.append(Prefill(request))
+                continue
+            self.counters.restored_sequences += 1
+            # Sequences that share its prefix find it again.
+            self.blocks.remember(request)
+            request.status = RequestStatus.DECODING
+            self.running.append(request)
+        return is_any
+
     def _assign_table_row(self, request: Request) -> None:
         del self.waiting[request]
         request.table_row = heapq.heappop(self._free_table_rows)
         request.status = RequestStatus.PREFILLING
+        now = time.perf_counter()
         if request.admitted_time is None:
-            request.admitted_time = time.perf_counter()
+            request.admitted_time = now
+        else:
+            request.resumed_times.append(now)
         self._newly_admitted.append(request)
 
     def take_admitted(self) -> list[Request]:
         """Return the sequences that got a table row and blocks since the last call."""
-        admitted, self._newly_admitted = self._newly_admitted, []
+        admitted = self._newly_admitted
+        self._newly_admitted = []
         return admitted
 
     def complete_prefill(self, prefill: Prefill) -> tuple[list[int], list[int]]:
-        """Account for a computed chunk; after the last one, let the group decode.
+        """Record a computed chunk; after the last one, the group can decode.
 
-        Returns blocks to copy, sources and targets, so that each follower owns its last ones.
+        Returns the blocks to copy, as sources and targets, so that each follower has its own last
+        block.
         """
         leader = prefill.leader
         leader.num_computed += prefill.num_scheduled
@@ -209,6 +326,7 @@ class Scheduler:
             targets += follower.block_ids[num_shared:]
             follower.num_computed = leader.num_computed
             self.counters.prefill_tokens_saved += follower.num_tokens
+            follower.num_cached_tokens = follower.num_tokens
             follower.prefix_node = leader.prefix_node
             follower.num_remembered = leader.num_remembered
         for request in members([prefill]):
@@ -217,34 +335,47 @@ class Scheduler:
         return sources, targets
 
     def schedule_decode(self) -> list[tuple[int, int, int]]:
-        """Give every running sequence a slot for its newest token; preempt where there is none.
+        """Give every running sequence a slot for its newest token; preempt if blocks run out.
 
-        A sequence whose keys its newest token changes waits again, to be prefilled again. Returns
-        the new blocks, as `BlockManager.extend`.
+        If the newest token changes a sequence's keys, the sequence is requeued for another prefill.
+        Returns the new blocks, as `BlockManager.extend` does.
         """
         limits = self.limits
         if limits.rope_limits:
             changed = [r for r in self.running if limits.rope_side(r.num_tokens) != r.rope_side]
             self._requeue_running(changed)
         extended: list[tuple[int, int, int]] = []
-        index, size = 0, limits.block_size
+        size = limits.block_size
+        index = 0
         while index < len(self.running):
             request = self.running[index]
             if len(request.token_ids) > size * len(request.block_ids):
                 blocks = self.blocks.extend(request, request.num_tokens)
                 if blocks is None:
-                    self.preempt([self.running[-1]])
+                    youngest = self.running[-1]
+                    self._offload(youngest)
+                    self.preempt([youngest])
                     continue
                 extended += blocks
             index += 1
         return extended
 
+    def _offload(self, request: Request) -> None:
+        """Copy the keys of a running sequence to the host if that is faster than recomputing."""
+        is_changing = self.limits.rope_side(request.num_tokens) != request.rope_side
+        if self.offloader is None or is_changing:
+            return
+        if self.offloader.save(request, self.blocks.policy_version):
+            self.counters.offloaded_sequences += 1
+
     def complete_decode(self, requests: list[Request]) -> None:
-        """Account for a decode step: after sampling all tokens but the newest are computed."""
+        """Record a decode step: after sampling, all tokens except the newest are computed."""
         self.counters.decode_forwards += 1
+        self.counters.rows_computed += len(requests)
         size = self.limits.block_size
         for request in requests:
-            num_before, num_computed = request.num_computed, len(request.token_ids) - 1
+            num_before = request.num_computed
+            num_computed = len(request.token_ids) - 1
             request.num_computed = num_computed
             if num_computed // size > num_before // size:
                 self.blocks.remember(request)
@@ -261,6 +392,8 @@ class Scheduler:
 
     def retire(self, request: Request) -> None:
         assert request.status.is_final
+        if self.offloader is not None:
+            self.offloader.drop(request)
         if request.table_row == NO_TABLE_ROW:
             del self.waiting[request]
             return
@@ -275,17 +408,20 @@ class Scheduler:
         self._free(request)
 
     def begin_policy_version(self, policy_version: int, keep_keys: bool) -> None:
-        """Cache for `policy_version` from now on: no older key is ever matched again.
+        """Cache keys for `policy_version` from now on; older keys are never matched again.
 
-        With `keep_keys` running sequences go on with their keys, which no other sequence will
-        share. Else they are computed again, as unfinished prompts always are.
+        With `keep_keys`, running sequences keep their keys, which are no longer shared. Otherwise
+        their keys are recomputed, as those of unfinished prompts and waiting sequences always are.
         """
+        if self.offloader is not None:
+            self.offloader.clear()
         if keep_keys:
             for request in self.running:
                 request.has_old_keys = True
         else:
             self._requeue_running(self.running)
-        prefilling, self.prefilling = self.prefilling, deque()
+        prefilling = self.prefilling
+        self.prefilling = deque()
         self._requeue_all(members(prefilling))
         self.blocks.begin_policy_version(policy_version)
 
@@ -297,7 +433,7 @@ class Scheduler:
         return True
 
     def narrow_decode(self) -> bool:
-        """Preempt all and halve their number, after a decode ran out of memory; False for one."""
+        """Preempt all and halve the maximum, after a decode ran out of memory; False if it is 1."""
         if len(self.running) <= 1:
             return False
         self.max_admitted = len(self.running) // 2
@@ -310,15 +446,17 @@ class Scheduler:
         self.counters.preemptions += len(preempted)
         for request in preempted:
             request.num_preemptions += 1
-        self._requeue_running(preempted)
+        self._requeue_running(preempted, "preempted")
 
-    def _requeue_running(self, requests: list[Request]) -> None:
+    def _requeue_running(self, requests: list[Request], reason: str = "recomputed") -> None:
         if requests:
             self.running = [request for request in self.running if request not in requests]
-            self._requeue_all(requests)
+            self._requeue_all(requests, reason)
 
-    def _requeue_all(self, requests: list[Request]) -> None:
+    def _requeue_all(self, requests: list[Request], reason: str = "recomputed") -> None:
+        now = time.perf_counter()
         for request in reversed(requests):
+            request.requeues.append((now, reason))
             self._free(request)
             request.reset_cache()
             self.waiting[request] = None
@@ -329,4 +467,5 @@ class Scheduler:
             self.before_release(request)
             self.pool.release(reversed(request.block_ids))
             heapq.heappush(self._free_table_rows, request.table_row)
-            request.table_row, request.block_ids = NO_TABLE_ROW, []
+            request.table_row = NO_TABLE_ROW
+            request.block_ids = []

@@ -2,9 +2,10 @@
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 # Interrupts, schedulers' notices, and the signals that scripts commonly handle.
 _DEFERRED_SIGNALS = (
@@ -16,11 +17,14 @@ POLL_SECONDS = 0.1
 
 
 class Interrupts:
-    """The signals that one outermost block defers; those of no thread but the main one."""
+    """Signals deferred by the outermost block; main thread only."""
 
     def __init__(self, numbers: Sequence[signal.Signals] = ()) -> None:
-        found = {number: signal.getsignal(number) for number in numbers}
-        self._handlers = {number: handler for number, handler in found.items() if callable(handler)}
+        self._handlers: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if callable(handler):
+                self._handlers[number] = handler
         self._caught: dict[int, FrameType | None] = {}
         self._is_deferring = False
 
@@ -46,7 +50,8 @@ class Interrupts:
         """Run the handlers of the signals that were caught: no state is half changed here."""
         if not self._caught:
             return
-        caught, self._caught = self._caught, {}
+        caught = self._caught
+        self._caught = {}
         # Each runs, also where another raises.
         with ExitStack() as handlers:
             for number, frame in reversed(caught.items()):

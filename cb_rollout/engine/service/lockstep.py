@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from torch import distributed
@@ -48,7 +49,7 @@ class LockstepCommand:
 
 def request_checksum(request: Request) -> int:
     """Return a checksum of a request's prompt, seed and length, equal on every process."""
-    asked = request.prompt_ids, request.seed, request.max_new_tokens
+    asked = (request.prompt_ids, request.seed, request.max_new_tokens)
     return zlib.crc32(repr(asked).encode())
 
 
@@ -59,20 +60,31 @@ class EngineGroup:
     raise `RolloutError` where a process is gone, or did not call in time.
     """
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        """Open the connections of the processes that share a model's layers, in order of rank."""
+    def __init__(
+        self, group: distributed.ProcessGroup, timeout_seconds: float | None = None
+    ) -> None:
+        """Open the connections of the processes that share a model's layers, in order of rank.
+
+        A wait for another process ends after `timeout_seconds`; None: after the timeout of
+        `init_process_group`.
+        """
+        self._timeout_seconds = timeout_seconds
         self.ranks = distributed.get_process_group_ranks(group)
         """Global ranks of the processes; the first one leads."""
         self.rank = distributed.get_rank()
         self.group_rank = self.ranks.index(self.rank)
         self.number = next(_ENGINE_NUMBERS)
         """Number of this engine among those of the process, equal over the group."""
-        self._commands, self._agreements = self._create_group(), self._create_group()
+        self._commands = self._create_group()
+        self._agreements = self._create_group()
 
     def _create_group(self) -> distributed.ProcessGroup:
+        timeout = default_group_timeout()
+        if self._timeout_seconds is not None:
+            timeout = timedelta(seconds=self._timeout_seconds)
         created = distributed.new_group(
             self.ranks,
-            timeout=default_group_timeout(),
+            timeout=timeout,
             backend="gloo",
             use_local_synchronization=True,
         )
@@ -107,10 +119,14 @@ class EngineGroup:
         try:
             yield
         except RuntimeError as error:
+            late = ""
+            if self._timeout_seconds is not None:
+                late = f", within cpu_group_timeout={self._timeout_seconds:g} seconds; raise it"
             raise RolloutError(
                 f"rank {self.rank} waited for {awaited}, in the tensor-parallel group of ranks "
-                f"{self.ranks}, and a process ended or did not make the same call: {error}. Every "
-                "process of a tensor-parallel group must make the same calls in the same order."
+                f"{self.ranks}, but another process ended or did not make the same call: {error}. "
+                "Every process of a tensor-parallel group must make the same calls in the same "
+                f"order{late}."
             ) from error
 
 
@@ -121,7 +137,8 @@ class Lockstep:
     """
 
     def __init__(self, group: EngineGroup, changed: threading.Condition) -> None:
-        self._group, self._changed = group, changed
+        self._group = group
+        self._changed = changed
         self.follows = group.group_rank > 0
         """True where another process decides."""
         self._next: LockstepCommand | None = None
@@ -129,8 +146,11 @@ class Lockstep:
         self._tokens_checksum = 0
 
     def record(self, touched: Iterable[Request]) -> None:
-        numbers = ((request.num_generated, request.token_ids[-1]) for request in touched)
-        sampled = array("q", [number for pair in numbers for number in pair])
+        """Add the newest token of each of these requests to the checksum."""
+        sampled = array("q")
+        for request in touched:
+            sampled.append(request.num_generated)
+            sampled.append(request.token_ids[-1])
         self._tokens_checksum = zlib.crc32(sampled, self._tokens_checksum)
 
     def lead(
@@ -145,7 +165,7 @@ class Lockstep:
         None where this process has to pause or to submit a request first. Raises `RolloutError` if
         the processes are not in step, or the leading one is gone.
         """
-        command = self._next = self._next or self._group.send(None)
+        command = self._next_command()
         is_known = all(request_id in live for request_id, _ in command.admitted)
         if command.kind is CommandKind.PAUSE or not is_known:
             return None
@@ -154,15 +174,24 @@ class Lockstep:
         self._changed.notify_all()
         return command
 
+    def _next_command(self) -> LockstepCommand:
+        """Return the command to carry out next; it is received once, and waits until it is due."""
+        command = self._next
+        if command is None:
+            command = self._group.send(None)
+            self._next = command
+        return command
+
     def may_pause(self) -> bool:
         """Return whether a pause may begin: in a follower, the leading one's."""
         if not self.follows:
             return True
-        command = self._next = self._next or self._group.send(None)
+        command = self._next_command()
         if command.kind is not CommandKind.PAUSE:
             self._changed.notify_all()
             return False
-        self._pause, self._next = command, None
+        self._pause = command
+        self._next = None
         return True
 
     def pause(self) -> None:
@@ -175,7 +204,8 @@ class Lockstep:
     def _require_in_step(
         self, command: LockstepCommand, live: Mapping[str, tuple[Request, Any]]
     ) -> None:
-        rank, leader = self._group.rank, self._group.ranks[0]
+        rank = self._group.rank
+        leader = self._group.ranks[0]
         if command.tokens != self._tokens_checksum:
             raise RolloutError(
                 f"rank {rank} and rank {leader} of a tensor-parallel group sampled different "
@@ -183,9 +213,10 @@ class Lockstep:
                 "the same calls on both."
             )
         for request_id, checksum in command.admitted:
-            if request_checksum(live[request_id][0]) != checksum:
+            request, _ = live[request_id]
+            if request_checksum(request) != checksum:
                 raise RolloutError(
-                    f"request {request_id!r} has another prompt, seed or length on rank {rank} "
+                    f"request {request_id!r} has a different prompt, seed or length on rank {rank} "
                     f"than on rank {leader}; every process of a tensor-parallel group must make "
                     "the same calls in the same order."
                 )

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
+from typing import NamedTuple
 
 from cb_rollout.config.enums import InFlight
 from cb_rollout.engine.core import Engine
@@ -19,9 +20,13 @@ from cb_rollout.engine.service.interrupts import interrupts_deferred
 from cb_rollout.engine.service.lockstep import CommandKind, EngineGroup, Lockstep
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import PauseController, PauseReason
+from cb_rollout.engine.service.thread_share import ThreadShare
+from cb_rollout.engine.service.threads import InterruptibleThread
 from cb_rollout.errors import EngineDeadError, InvalidRequestError, QueueFullError, RolloutError
+from cb_rollout.metrics import observer as observation
 from cb_rollout.metrics.live_metrics import Durations
-from cb_rollout.metrics.registry import DECODE_STEP, PREFILL_STEP
+from cb_rollout.metrics.observer import ObservedStep
+from cb_rollout.metrics.registry import DECODE_STEP, PREFILL_STEP, EngineCounters
 from cb_rollout.types import CancelResult, RequestStatus
 
 # While idle, the thread keeps no reference to its loop, and checks this often whether it exists.
@@ -32,6 +37,14 @@ HALT_TIMEOUT_SECONDS = 10.0
 
 # A late cancel must tell an ended request from an unknown one.
 NUM_ENDED_IDS_KEPT = 10_000
+
+
+class _LiveRequest(NamedTuple):
+    """A request that has not ended."""
+
+    request: Request
+    sink: OutputSink
+    """Gets its outputs."""
 
 
 class NextAction(Enum):
@@ -45,18 +58,32 @@ class NextAction(Enum):
 def _step_while_it_exists(
     reference: "weakref.ref[EngineLoop]", changed: threading.Condition
 ) -> None:
-    """Step a loop until it ends, or until nothing but this thread would keep it alive."""
+    """Step a loop until it ends, or until only this thread still refers to it."""
+    # Each thread has its own number of torch's threads.
+    thread_share = ThreadShare()
+    try:
+        _step_by_turns(reference, changed, thread_share)
+    finally:
+        thread_share.restore()
+
+
+def _step_by_turns(
+    reference: "weakref.ref[EngineLoop]",
+    changed: threading.Condition,
+    thread_share: ThreadShare,
+) -> None:
     while (loop := reference()) is not None:
         try:
             with changed:
                 action = loop.begin_turn()
                 if action is NextAction.WAIT:
+                    thread_share.restore()
                     del loop
                     changed.wait(IDLE_SECONDS)
                     continue
             if action is NextAction.END:
                 return
-            loop.step()
+            loop.step(thread_share)
             del loop
         except BaseException as error:  # noqa: BLE001  reraised in waiting threads
             # Without it the waiting threads would wait for ever.
@@ -65,26 +92,42 @@ def _step_while_it_exists(
             return
 
 
+def _with_groups_together(requests: Sequence[Request]) -> list[Request]:
+    """Return requests with each group's members adjacent, ordered by their first members."""
+    order_of_groups: dict[int | None, int] = {}
+    for request in requests:
+        order_of_groups.setdefault(request.group, len(order_of_groups))
+    return sorted(requests, key=lambda request: order_of_groups[request.group])
+
+
 class EngineLoop:
     """Step an engine and deliver its outputs; thread-safe."""
 
     def __init__(self, engine: Engine, group: EngineGroup | None = None) -> None:
         """Start no thread yet."""
         self.engine = engine
+        self.thread_share = ThreadShare()
+        """Of the caller that steps; the background thread has its own."""
+        # The processes of a group sample the same tokens only if they round alike.
+        may_round = group is None and not engine.runner.is_bitwise
+        self._may_vary_threads = may_round and engine.device.type == "cpu"
         self._changed = threading.Condition()
         self._lockstep = None if group is None else Lockstep(group, self._changed)
         self._inbox: deque[Request] = deque()
-        self._live: dict[str, tuple[Request, OutputSink]] = {}
+        self._live: dict[str, _LiveRequest] = {}
         self._expected: dict[str, OutputSink] = {}
         self._cancelled: dict[str, None] = {}
         self._ended_ids: deque[str] = deque(maxlen=NUM_ENDED_IDS_KEPT)
         self._thread: threading.Thread | None = None
-        self._is_stopping = self._is_draining = self._is_ending = False
+        self._is_stopping = False
+        self._is_draining = False
+        self._is_ending = False
         self.pauses = PauseController(
             self._changed, lambda: self.is_running() and not self._is_ending
         )
         self._fatal_error: BaseException | None = None
-        self.durations = Durations()
+        self.durations = Durations(engine.model_name)
+        observation.add_engine(engine)
 
     def start(self) -> None:
         """Start the thread, or cancel its stop; after a failure, restart with an empty queue."""
@@ -97,8 +140,9 @@ class EngineLoop:
             self._is_stopping = False
             if self.is_running() and not self._is_ending:
                 return
-            self._fatal_error, self._is_ending = None, False
-            self._thread = threading.Thread(
+            self._fatal_error = None
+            self._is_ending = False
+            self._thread = InterruptibleThread(
                 target=_step_while_it_exists,
                 args=(weakref.ref(self), self._changed),
                 name="cb_rollout",
@@ -112,10 +156,12 @@ class EngineLoop:
     def stop(self, drain: bool) -> None:
         """Ask the thread to end: after the requests in flight (`drain`), or cancelling them."""
         with interrupts_deferred(), self._changed:
-            self._is_stopping, self._is_draining = True, drain
+            self._is_stopping = True
+            self._is_draining = drain
             self._changed.notify_all()
 
     def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end, `timeout` seconds at most; None: no limit."""
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
 
@@ -124,44 +170,79 @@ class EngineLoop:
         self.join(HALT_TIMEOUT_SECONDS)
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        """Queue requests, all or none, with the members of a group side by side.
+        """Queue all requests or none, with each group's members adjacent.
 
         Raises `RolloutError` if the engine stopped, too many would wait, or an id is in use.
         """
         with interrupts_deferred(), self._changed:
             self.require_alive()
             if self._is_stopping:
-                raise RolloutError("the manager was stopped; start() it before adding requests.")
-            num_waiting = len(self._inbox) + self.engine.num_waiting
-            most, num_new = self.engine.config.max_queue_size, len(requests)
-            if most and num_waiting + num_new > most:
-                advice = "take results first" if num_new <= most else "send fewer at once"
-                raise QueueFullError(
-                    f"{num_waiting} requests wait and {num_new} more would pass max_queue_size="
-                    f"{most}; {advice}, or raise it."
-                )
+                raise RolloutError("the manager was stopped; call start() before adding requests.")
+            self._require_room(len(requests))
             assert len({r.request_id for r in requests}) == len(requests), "one id twice"
             for request in requests:
                 if request.request_id in self._live:
                     raise InvalidRequestError(
                         f"request_id={request.request_id!r} is in use; choose another, or leave it "
-                        "out to have one made."
+                        "out and an id is generated."
                     )
-            arrival: dict[int | None, int] = {}
-            for request in requests:
-                arrival.setdefault(request.group, len(arrival))
-            queued = sorted(requests, key=lambda request: arrival[request.group])
             for request in requests:
                 expected = self._expected.pop(request.request_id, sink)
-                self._live[request.request_id] = (request, expected)
+                self._live[request.request_id] = _LiveRequest(request, expected)
+            queued = _with_groups_together(requests)
+            observation.observer().submitted(queued)
             self._inbox.extend(queued)
             self._changed.notify_all()
+
+    def _require_room(self, num_new: int) -> None:
+        """Raise `QueueFullError` if this many more requests would exceed `max_queue_size`."""
+        most = self.engine.config.max_queue_size
+        num_waiting = len(self._inbox) + self.engine.status().requests_waiting
+        if not most or num_waiting + num_new <= most:
+            return
+        advice = "take results first" if num_new <= most else "send fewer at once"
+        raise QueueFullError(
+            f"{num_waiting} requests are waiting, and {num_new} more would exceed "
+            f"max_queue_size={most}; {advice}, or raise it."
+        )
+
+    def unfinished(
+        self, is_wanted: Callable[[OutputSink], bool] = lambda sink: True
+    ) -> list[Request]:
+        """Return the requests that have not ended, in the order in which they will run.
+
+        `is_wanted` decides by the receiver of a request's outputs.
+        """
+        with interrupts_deferred(), self._changed:
+            requests: list[Request] = []
+            for live in self._live.values():
+                if is_wanted(live.sink):
+                    requests.append(live.request)
+        places = {request: place for place, request in enumerate(self.engine.scheduled())}
+        # Requests that the engine has not admitted come last.
+        return sorted(requests, key=lambda request: places.get(request, len(places)))
+
+    def cancelled(self) -> list[str]:
+        """Return the ids of requests that were cancelled and have not ended."""
+        with interrupts_deferred(), self._changed:
+            return [request_id for request_id in self._cancelled if request_id in self._live]
+
+    @property
+    def num_not_started(self) -> int:
+        """Return the number of waiting requests if no thread runs and none was stopped; else 0."""
+        with interrupts_deferred(), self._changed:
+            if self.is_running() or self._is_stopping:
+                return 0
+            return len(self._inbox)
 
     def cancel(self, request_ids: Sequence[str]) -> list[CancelResult]:
         """End requests early; each live one delivers its tokens so far."""
         with interrupts_deferred(), self._changed:
-            states = [self._state_of(request_id) for request_id in request_ids]
-            self._cancelled |= dict.fromkeys(i for i in request_ids if i in self._live)
+            states: list[CancelResult] = []
+            for request_id in request_ids:
+                states.append(self._state_of(request_id))
+                if request_id in self._live:
+                    self._cancelled[request_id] = None
             self._changed.notify_all()
         return states
 
@@ -172,7 +253,7 @@ class EngineLoop:
             pass
 
     def deliver_cancelled(self) -> None:
-        """Deliver the requests that were cancelled while the engine is held; else a step does."""
+        """Deliver cancelled requests while the engine is held; otherwise the next step does."""
         if not self.pauses.reasons:
             return
         with self.paused(), interrupts_deferred(), self._changed:
@@ -185,7 +266,9 @@ class EngineLoop:
     def _state_of(self, request_id: str) -> CancelResult:
         if request_id in self._live:
             return CancelResult.LIVE
-        return CancelResult.FINISHED if request_id in self._ended_ids else CancelResult.UNKNOWN
+        if request_id in self._ended_ids:
+            return CancelResult.FINISHED
+        return CancelResult.UNKNOWN
 
     def redirect(self, request_id: str, sink: OutputSink, undelivered: OutputQueue) -> None:
         """Send a request's further outputs, and those in `undelivered`, to another sink.
@@ -193,17 +276,18 @@ class EngineLoop:
         The request may be submitted later. Raises `InvalidRequestError` if all was delivered.
         """
         with interrupts_deferred(), self._changed:
-            outputs = list(iter(lambda: undelivered.take(request_id, 0.0), None))
-            for output in outputs:
+            num_delivered = 0
+            while (output := undelivered.take(request_id, 0.0)) is not None:
                 sink.put(output)
+                num_delivered += 1
             if request_id in self._live:
-                self._live[request_id] = (self._live[request_id][0], sink)
+                self._live[request_id] = self._live[request_id]._replace(sink=sink)
             elif request_id not in self._ended_ids:
                 self._expected[request_id] = sink
-            elif not outputs:
+            elif not num_delivered:
                 raise InvalidRequestError(
-                    f"request_id={request_id!r} has ended and was delivered; register its handler "
-                    "before it is added, or while it runs."
+                    f"request_id={request_id!r} has already ended and was delivered; register a "
+                    "handler before adding the request, or while it runs."
                 )
 
     def is_live(self, request_id: str | None = None) -> bool:
@@ -211,7 +295,9 @@ class EngineLoop:
         with interrupts_deferred(), self._changed:
             if not self.is_running():
                 return False
-            return bool(self._live) if request_id is None else request_id in self._live
+            if request_id is None:
+                return bool(self._live)
+            return request_id in self._live
 
     @property
     def is_alive(self) -> bool:
@@ -223,7 +309,7 @@ class EngineLoop:
 
     def _engine_dead_error(self) -> EngineDeadError:
         cause = self._fatal_error
-        advice = "generating again, or start(), starts it over."
+        advice = "generate again, or call start(), to restart the engine."
         if self._lockstep is not None:
             advice = "make a new generator on every process of the group."
         error = EngineDeadError(
@@ -234,19 +320,28 @@ class EngineLoop:
         return error
 
     @contextmanager
-    def paused(self, *, is_collective: bool = True) -> Iterator[None]:
+    def paused(self, *, is_collective: bool = True, runs_module: bool = False) -> Iterator[None]:
         """Pause the engine between two forwards; see `PauseController.paused`.
 
         If `is_collective`, every process of a tensor-parallel group pauses after the same step.
-        Else the group is delayed: the block must run no forward and change no weight.
+        Otherwise only this process pauses, and the others wait for it: the block must not run a
+        forward or change a weight. If `runs_module`, the block runs the module that trains, so the
+        pause begins once that is no longer lent to the trainer by another thread.
         """
         if self.pauses.is_stepping_here or threading.current_thread() is self._thread:
             raise RolloutError(
                 "a logits processor or a model's hook cannot pause the engine during its step."
             )
         lockstep = self._lockstep if is_collective else None
-        with self.pauses.paused(lockstep.may_pause if lockstep else lambda: True):
-            if lockstep and not self.pauses.is_nested:
+        if lockstep is not None:
+            # The module of a group is never lent.
+            pause = self.pauses.paused(lockstep.may_pause)
+        elif runs_module:
+            pause = self.pauses.paused(self.pauses.may_run_module)
+        else:
+            pause = self.pauses.paused()
+        with pause:
+            if lockstep is not None and not self.pauses.is_nested:
                 lockstep.pause()
             with self.engine.lent():
                 yield
@@ -265,26 +360,31 @@ class EngineLoop:
             assert version > self.engine.policy_version, "an older version"
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
         # Seconds, in which requests may be submitted.
-        self.engine.capture_wanted()
+        self.engine.paged_model.capture_wanted()
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[..., None] | None]:
         """Step on the calling thread instead of the background thread.
 
-        A waiting caller steps faster on a CPU: libgomp's workers sleep instead of spinning once the
-        pools of two computing threads share the cores.
+        On a CPU, the waiting caller steps faster than a second thread would: if two threads with
+        OpenMP pools share the cores, libgomp's workers sleep instead of spinning.
 
         Yields `step_until(is_done, poll_seconds)`, which calls `is_done` at every change and every
-        `poll_seconds`; None if another caller steps, whose steps serve this one too.
+        `poll_seconds`. Yields None if another caller is stepping; its steps also serve this caller.
         """
         with self.pauses.stepping() as is_mine:
-            yield self._step_until if is_mine else None
+            try:
+                yield self._step_until if is_mine else None
+            finally:
+                if is_mine:
+                    self.thread_share.restore()
 
     def _step_until(self, is_done: Callable[[], bool], poll_seconds: float | None = None) -> None:
         with interrupts_deferred() as interrupts:
             while True:
                 with self._changed:
-                    if (action := self.begin_turn(is_done)) is NextAction.WAIT:
+                    action = self.begin_turn(is_done)
+                    if action is NextAction.WAIT:
                         self._changed.wait(interrupts.limit(poll_seconds))
                 if action is NextAction.END:
                     return
@@ -292,19 +392,51 @@ class EngineLoop:
                     self.step()
                 interrupts.deliver()
 
-    def step(self) -> None:
-        """Run the step that `begin_turn` began, and deliver its outputs."""
+    def step(self, thread_share: ThreadShare | None = None) -> None:
+        """Run the step that `begin_turn` began, and deliver its outputs.
+
+        Args:
+            thread_share: chooses the number of torch's threads, where it may vary; None: that of
+                callers that step.
+        """
         try:
-            started, num_prefills = time.perf_counter(), self.engine.counters.prefill_forwards
+            if self._may_vary_threads:
+                (thread_share or self.thread_share).adjust()
+            num_prefills = self.engine.counters.prefill_forwards
+            is_observing = observation.observer().is_observing
+            before = self.engine.counters.copy() if is_observing else None
+            began = time.perf_counter()
             touched = self.engine.step()
             is_prefill = self.engine.counters.prefill_forwards > num_prefills
             kind = PREFILL_STEP if is_prefill else DECODE_STEP
-            self.durations.record_since(kind, started)
+            self.durations.record_since(kind, began)
+            if before is not None:
+                self._observe_step(touched, before, began, is_prefill)
             if self._lockstep is not None:
                 self._lockstep.record(touched)
             self._deliver(touched)
         except BaseException as error:  # noqa: BLE001  reraised in waiting threads
             self.fail(error)
+
+    def _observe_step(
+        self, touched: list[Request], before: EngineCounters, began: float, is_prefill: bool
+    ) -> None:
+        engine = self.engine
+        started: list[Request] = []
+        if is_prefill:
+            for request in touched:
+                # A sequence that was preempted got its first token before.
+                if (request.first_token_time or 0.0) >= began:
+                    started.append(request)
+        step = ObservedStep(
+            model_name=self.durations.model_name,
+            is_prefill=is_prefill,
+            added=engine.counters.since(before),
+            started=started,
+            num_blocks_used=engine.num_blocks_used,
+            max_batch_tokens=engine.limits.max_batch_tokens,
+        )
+        observation.observer().stepped(step)
 
     def begin_turn(self, is_done: Callable[[], bool] = lambda: False) -> NextAction:
         """End this thread's last step, and return what it does next; called under the condition."""
@@ -335,7 +467,7 @@ class EngineLoop:
         return NextAction.END if is_done() else NextAction.WAIT
 
     def _decide(self, is_halting: bool) -> bool:
-        """Admit and cancel what was asked for; return whether a step follows."""
+        """Admit and cancel requests as asked; return whether a step follows."""
         admitted = list(self._inbox)
         self._inbox.clear()
         if self._is_stopping and not self._is_draining:
@@ -351,7 +483,7 @@ class EngineLoop:
     def _take(self, admitted: Sequence[Request], cancelled: Sequence[str]) -> None:
         for request in admitted:
             self.engine.add(request)
-        ended = [self._live[request_id][0] for request_id in cancelled]
+        ended = [self._live[request_id].request for request_id in cancelled]
         for request in ended:
             self.engine.cancel(request)
         self._cancelled = {}
@@ -364,13 +496,17 @@ class EngineLoop:
         return self._lockstep is not None and self._lockstep.follows
 
     def _follow(self) -> bool:
-        """Do as the leading process up to the next step; return False where this one acts first."""
+        """Follow the leading process up to the next step; False: this one must act first."""
         assert self._lockstep is not None
-        while self._live and (command := self._lockstep.take(self._live)) is not None:
-            admitted = [self._live[request_id][0] for request_id, _ in command.admitted]
+        while self._live:
+            command = self._lockstep.take(self._live)
+            if command is None:
+                return False
+            admitted = [self._live[request_id].request for request_id, _ in command.admitted]
             for request in admitted:
                 self._inbox.remove(request)
-            self._take(admitted, [i for i in command.cancelled if i in self._live])
+            cancelled = [request_id for request_id in command.cancelled if request_id in self._live]
+            self._take(admitted, cancelled)
             if command.kind is CommandKind.STEP:
                 return True
         return False
@@ -385,8 +521,7 @@ class EngineLoop:
                 continue
             output = request.output(self.engine.config.return_logprobs)
             with self._changed:
-                _, sink = self._live[request.request_id]
-                sink.put(output)
+                self._live[request.request_id].sink.put(output)
                 if is_final:
                     del self._live[request.request_id]
                     self._ended_ids.append(request.request_id)
@@ -398,7 +533,12 @@ class EngineLoop:
             self.pauses.end_step()
             self._fatal_error = error
             dead_error = self._engine_dead_error()
-            sinks = {id(sink): sink for _, sink in self._live.values()}
+            ended = time.perf_counter()
+            sinks: dict[int, OutputSink] = {}
+            for request, sink in self._live.values():
+                name = self.durations.model_name
+                observation.observer().ended(request, name, ended, dead_error)
+                sinks[id(sink)] = sink
             self._live.clear()
             self._expected.clear()
             self._inbox.clear()

@@ -1,16 +1,21 @@
 """Offer transformers' `ContinuousBatchingManager` interface over an engine on a thread.
 
-Every method may be called from any thread, and no wait is endless. Other folders reach the engine
-and its loop as attributes, and use the engine itself only inside a pause.
+Every method may be called from any thread, and every wait ends. Other folders reach the engine and
+its loop as attributes, and use the engine itself only inside a pause.
 """
 
 import asyncio
+import copy
+import logging
 import math
 import secrets
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -19,12 +24,24 @@ from transformers import PreTrainedModel
 from cb_rollout.compat import multimodal
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.torch import release_workers
+from cb_rollout.config.call_arguments import require_arguments
+from cb_rollout.config.checks import checked_timeout
+from cb_rollout.config.compilation import require_compiled_so, with_compile_settings
 from cb_rollout.config.enums import InFlight
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
-from cb_rollout.config.sampling import SamplingParams, resolved
+from cb_rollout.config.rollout import RolloutConfig
+from cb_rollout.config.sampling import (
+    SamplingParams,
+    equal_group_warning,
+    resolved,
+    sequences_per_input,
+)
 from cb_rollout.engine.core import Engine
+from cb_rollout.engine.decode.path import ExecutionPath
+from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.plan import MemoryPlan
 from cb_rollout.engine.memory.training import OptimizerOrName
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.precision import autocast_alone
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.request import Request
@@ -33,26 +50,46 @@ from cb_rollout.engine.service.lockstep import EngineGroup
 from cb_rollout.engine.service.loop import EngineLoop
 from cb_rollout.engine.service.output_queue import CallbackSink, OutputQueue, OutputSink
 from cb_rollout.engine.service.pause_controller import PauseReason
+from cb_rollout.engine.service.saved_requests import (
+    restored_output,
+    restored_request,
+    saved_output,
+    saved_request,
+)
 from cb_rollout.errors import ConfigurationError, InvalidRequestError, RolloutError
+from cb_rollout.metrics.observer import observer
 from cb_rollout.metrics.registry import EngineStatus
 from cb_rollout.types import CancelResult, GenerationOutput
+
+_LOGGER = logging.getLogger(__name__)
+
+# Version of the layout of a `state_dict`.
+STATE_FORMAT = 1
 
 # Longest wait of an iterator between two checks that a request is still in flight.
 POLL_SECONDS = 0.1
 
 
+# What `add_request` takes beside its own arguments.
+_SAMPLING = {field.name for field in fields(SamplingParams)}
+
+
 class ContinuousBatchingManager:
     """Generate requests from any thread together, by continuous batching.
 
-    A manager that no generator or trainer made keeps its cache until `stop()`, and refuses settings
-    that only a `RolloutGenerator` or an attached trainer acts on.
+    If you create a manager yourself, it keeps its cache until `stop()`, and refuses settings that
+    only affect a `RolloutGenerator` or an attached trainer.
     """
+
+    weight_selection: str = ""
+    """How adapters run, and why, for `decode_path`."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         generation_config: Any = None,
         continuous_batching_config: Any = None,
+        workload_hints: Any = None,
         *,
         autocast_dtype: torch.dtype | None = None,
         rank: int | None = None,
@@ -60,16 +97,21 @@ class ContinuousBatchingManager:
         trained: torch.nn.Module | None = None,
         optimizer: OptimizerOrName | None = None,
     ) -> None:
-        """Probe the model and plan the memory; nothing runs before `start()`.
+        """Check the model and plan the memory; nothing runs before `start()`.
 
         Args:
             model: a causal language model, wrapped or not; never copied.
-            generation_config: defaults of every request; None: the model's own.
-            continuous_batching_config: a `RolloutConfig`, or transformers' own.
-            autocast_dtype: run forwards under autocast to this dtype; None: by `rollout_dtype`
-                without `trained`, else the model's dtype.
-            rank: data-parallel rank, which keeps the seeds of processes apart; None: of
-                `torch.distributed`'s process group, else the environment's `RANK`, else 0.
+            generation_config: defaults of every request; None: the model's own. Each request
+                samples its `num_return_sequences` sequences. Engine settings in it apply where the
+                next argument has its default.
+            continuous_batching_config: a `RolloutConfig`, or transformers' own config; None: the
+                one in the generation config.
+            workload_hints: transformers' `WorkloadHints`. At most its `num_requests` sequences run
+                together, unless `max_requests_per_batch` is set; its lengths have no effect.
+            autocast_dtype: run forwards under autocast to this dtype; None: as `rollout_dtype`
+                says without `trained`, otherwise the model's dtype.
+            rank: data-parallel rank, so that processes sample with different seeds; None: the rank
+                in `torch.distributed`'s process group, else the environment's `RANK`, else 0.
             tokenizer: decodes tokens for stop strings, which are refused without it. A processor
                 also encodes images.
             trained: the training model that `model` is a copy of; None: `model` itself.
@@ -78,43 +120,46 @@ class ContinuousBatchingManager:
         Raises:
             ConfigurationError: a setting or the model cannot be honoured.
         """
-        self.config = as_rollout_config(continuous_batching_config)
-        module = hf_compat.unwrap(model)
-        if trained is None:
-            autocast_dtype = autocast_dtype or autocast_alone(self.config, module)
+        facts = ModelFacts.of(model)
+        module = facts.module
         hf_compat.refuse_what_cannot_generate(module)
         hf_compat.refuse_sharded(module)
-        self.defaults = from_generation_config(
-            module.generation_config if generation_config is None else generation_config
-        )
-        split_over = hf_compat.tensor_parallel_group(module)
-        self.group = None if split_over is None else EngineGroup(split_over)
+        holder = model if trained is None else trained
+        config_in_use = _config_in_use(generation_config, holder)
+        asked = as_rollout_config(continuous_batching_config, config_in_use)
+        hinted = _with_hints(asked, workload_hints, next(module.parameters()).device)
+        self.config = with_compile_settings(hinted, config_in_use)
+        if trained is None:
+            autocast_dtype = autocast_dtype or autocast_alone(self.config, module)
+        self.set_generation_config(config_in_use)
+        self.group = _create_group(facts, self.config)
         """The processes that share the model's layers; None: this one has them whole."""
         self.engine = engine = Engine(
             module,
             self.config,
             autocast_dtype,
-            model if trained is None else trained,
+            holder,
             optimizer,
             all_reduce_min=self.group and self.group.all_reduce_min,
         )
         # A generator starts its manager with the next rollout.
-        self._is_standalone, self.weight_selection = trained is None, ""
-        limits = ServingLimits(
-            vocab_size=lambda: hf_compat.vocab_size(engine.model),
-            max_positions=hf_compat.max_positions(module),
-            max_cached_tokens=lambda: engine.max_sequence_tokens,
-            model_eos=hf_compat.model_eos_token_ids(module),
-            placeholders=multimodal.placeholder_token_ids(module),
-        )
+        self._is_standalone = trained is None
+        self._follows_model = generation_config is None
+        limits = _serving_limits(engine, holder)
         seed = self.config.seed
         if self.group is not None:
             # The processes of a group draw the same numbers.
             rank = self.group.data_parallel_rank
-            (seed, *_) = self.group.gather(secrets.randbits(63) if seed is None else seed)
+            if seed is None:
+                seed = secrets.randbits(63)
+            seed = self.group.gather(seed)[0]
         self.input_processor = InputProcessor(limits, seed, rank, tokenizer)
         self.loop = loop = EngineLoop(engine, self.group)
-        self.pauses, self.durations, self.counters = loop.pauses, loop.durations, engine.counters
+        self.pauses = loop.pauses
+        self.durations = loop.durations
+        self.counters = engine.counters
+        self.warmed_up = False
+        """True once `warmup()` was called, or found to be of no use."""
         self.is_served = False
         """True while a server submits requests, so that the background thread computes."""
         self._output_queue = OutputQueue()
@@ -123,23 +168,71 @@ class ContinuousBatchingManager:
 
     def __reduce__(self) -> NoReturn:
         raise RolloutError(
-            "a ContinuousBatchingManager has a thread and a model in training, so it is neither "
-            "pickled nor copied; pickle its config, and make another of it."
+            "a ContinuousBatchingManager owns a thread and a live model, so it cannot be pickled "
+            "or copied; pickle its config and make a new manager from it."
         )
 
     def warmup(self, num_steps: float = math.inf) -> None:
-        """Trace and compile decode steps now, and capture those that ran without their own graph.
+        """Trace and compile decode steps now, and capture CUDA graphs that were missing.
 
-        `num_steps` are to come: on a CPU steps are compiled, for seconds, where that pays off. On a
-        GPU steps of long sequences, or without a shared prompt, may want another graph than those
-        captured at first. A thread that trains must not compute at the same time.
+        On a CPU, compiling takes seconds, and happens only if it pays off in the `num_steps` decode
+        steps to come. On a GPU, steps of long sequences, or without a shared prompt, may need other
+        graphs than those that were captured first. No other thread may train during this call.
         """
         with self.loop.paused():
             self.pauses.require_weights()
             self.engine.warm_up(num_steps)
+        self.warmed_up = True
+
+    def set_generation_config(self, generation_config: Any) -> None:
+        """Set the defaults of all requests that are added from now on.
+
+        Raises:
+            ConfigurationError: a setting of the config cannot be honoured.
+            InvalidRequestError: `num_return_sequences` is not a whole number of at least 1.
+        """
+        require_compiled_so(self.config, generation_config)
+        count = sequences_per_input(getattr(generation_config, "num_return_sequences", None))
+        self.defaults = from_generation_config(generation_config, self.config)
+        self.generation_config = generation_config
+        self.num_return_sequences = count
+        self._read_settings = copy.deepcopy(vars(generation_config))
+        self._follows_model = False
+
+    def follow_generation_config(self) -> None:
+        """Read the generation config again if it was edited in place.
+
+        If none was passed, the model's current generation config is used. The model's
+        end-of-sequence ids are read again too.
+
+        Raises:
+            ConfigurationError, InvalidRequestError: as `set_generation_config`.
+        """
+        follows_model = self._follows_model
+        config = self.generation_config
+        if follows_model:
+            config = hf_compat.generation_config_of(self.engine.training_model.module) or config
+        if config is not self.generation_config or vars(config) != self._read_settings:
+            self.set_generation_config(config)
+            self._follows_model = follows_model
+        limits = self.input_processor.limits
+        model_eos = hf_compat.model_eos_token_ids(self.engine.training_model.module)
+        if model_eos != limits.model_eos:
+            self.input_processor.limits = replace(limits, model_eos=model_eos)
+
+    @property
+    def continuous_batching_config(self) -> RolloutConfig:
+        """Return the config with the sizes that the memory plan and the device chose."""
+        limits = self.engine.limits
+        return replace(
+            self.config,
+            num_blocks=self.memory_plan.num_blocks,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_requests_per_batch=limits.max_requests,
+        )
 
     def start(self) -> None:
-        """Start the background thread; a dead engine starts over with nothing queued."""
+        """Start the background thread; an engine that died starts again with an empty queue."""
         self.loop.start()
         self._output_queue.reopen()
 
@@ -158,15 +251,16 @@ class ContinuousBatchingManager:
 
         Args:
             block: wait for the thread to end.
-            timeout: longest wait in seconds, after which unfinished requests are cancelled and
-                deliver their tokens so far; None: no limit.
+            timeout: maximum wait in seconds; after it, unfinished requests are cancelled, and
+                deliver their tokens so far. None: no limit.
             keep_for_next_session: keep the KV cache for the next `start()`.
-            hard_stop: cancel the requests in flight at once; they deliver their tokens so far.
+            hard_stop: cancel requests in flight at once; they deliver their tokens so far.
 
         Raises:
-            RolloutError: this thread paused the engine; or requests in flight cannot finish,
+            RolloutError: this thread paused the engine, or requests in flight cannot finish
                 because the engine is asleep.
         """
+        limit = checked_timeout(timeout)
         if self.is_running():
             self.pauses.require_not_paused_here("its thread cannot end")
         if self.loop.is_live() and not hard_stop:
@@ -174,15 +268,36 @@ class ContinuousBatchingManager:
         self.loop.stop(drain=not hard_stop)
         if not block:
             return
-        self.loop.join(timeout)
+        self.loop.join(limit)
         if self.is_running():
             self.loop.halt()
         if not keep_for_next_session and not self.is_running():
             self.engine.release_cache()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the background thread to end, at most `timeout` seconds."""
-        self.loop.join(timeout)
+    def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
+        """Wait for the background thread to end, and log whether it did.
+
+        Args:
+            stop_trigger_time: `time.perf_counter()` at the request to stop, from which the logged
+                seconds count; None: now.
+            timeout: maximum wait in seconds; None: no limit.
+        """
+        began = time.perf_counter() if stop_trigger_time is None else stop_trigger_time
+        self.loop.join(checked_timeout(timeout))
+        if self.is_running():
+            _LOGGER.warning("the thread still runs after a join of timeout=%s seconds", timeout)
+        else:
+            _LOGGER.info("the thread ended after %.2f seconds", time.perf_counter() - began)
+
+    def destroy(self) -> None:
+        """Finish the requests in flight, end the thread and free the KV memory.
+
+        Raises:
+            RolloutError: as `stop` does.
+        """
+        if self.is_running():
+            self.stop()
+        self.close()
 
     @contextmanager
     def pause(
@@ -190,25 +305,26 @@ class ContinuousBatchingManager:
     ) -> Iterator[None]:
         """Pause the engine between two forwards; requests stay in flight.
 
-        One thread at a time is inside, and may change the weights. Entering waits for at most one
-        forward. Leaving begins a policy version, unless a copy of the model generates: later tokens
-        are stamped with it, and cached prefixes of older versions are never matched.
+        Inside the block, you may change the weights; one thread at a time can be inside. Entering
+        waits for at most one forward. Leaving begins a new policy version, unless a copy of the
+        model generates: later tokens carry the new version, and cached prefixes of older versions
+        are not reused.
 
         Args:
-            in_flight: fate of unfinished sequences. "recompute": continue, with keys computed again
-                under the new weights; "keep": continue with the present keys; "abort": end, and
-                deliver the tokens so far with `status=CANCELLED`.
+            in_flight: what happens to unfinished sequences. "recompute": continue, with keys
+                recomputed under the new weights; "keep": continue with the current keys; "abort":
+                end, and deliver the tokens so far with `status=CANCELLED`.
 
         Raises:
             ConfigurationError: `in_flight` is none of these.
-            RolloutError: called inside a step, as by a result handler; or nothing runs, and no
-                generator would start it.
+            RolloutError: called inside a step, for example by a logits processor; or the manager
+                was not started.
             EngineDeadError: the engine stopped on an exception.
         """
         self.loop.require_alive()
         if self._is_standalone and not self.is_running():
             raise RolloutError(
-                "the manager is not running, so there is nothing to pause; start() it first."
+                "the manager is not running, so there is nothing to pause; call start() first."
             )
         with self.paused(in_flight):
             yield
@@ -225,27 +341,32 @@ class ContinuousBatchingManager:
         sampling_params: SamplingParams | None = None,
         **sampling: Any,
     ) -> str:
-        """Queue a sequence; return the request's id.
+        """Queue a request; return its id.
+
+        With `num_return_sequences` above 1 in the generation config, the request delivers that many
+        outputs: the first has the request's id, the next `ID__child#0`, and so on.
 
         Args:
-            input_ids: the prompt's token ids; with a processor as `tokenizer=` also
+            input_ids: the prompt's token ids. With a processor as `tokenizer=`, also
                 `{"prompt": token ids or text, "images": [...]}`.
-            request_id: unique among live requests; None: generated.
-            max_new_tokens: None: the sampling parameters', else the generation config's, else as
-                many as the model and the cache can hold.
+            request_id: unique among unfinished requests; None: generated.
+            max_new_tokens: maximum tokens to generate; None: as in the sampling parameters, else
+                the generation config, else as many as the model and the cache can hold.
             streaming: deliver an output after every token.
             record_timestamps: record the time of each token.
-            eos_token_id: None: the sampling parameters', else the model's own; -1: none.
-            sampling_params: None: the generation config's.
-            **sampling: fields of `SamplingParams` that differ for this request, as `temperature`,
-                `top_k` and `top_p`. A greedy request stays so unless `do_sample=True` is one.
+            eos_token_id: end-of-sequence id, or several; None: as in the sampling parameters, else
+                the model's own; -1: none.
+            sampling_params: parameters of this request; None: the generation config's.
+            **sampling: single fields of `SamplingParams` to change for this request, such as
+                `temperature`. Greedy decoding stays greedy unless you pass `do_sample=True`.
 
         Raises:
-            InvalidRequestError: the request could never be served.
+            InvalidRequestError: the request can never be served.
             ConfigurationError: the model cannot run prompts with images.
-            QueueFullError: `max_queue_size` requests wait already.
+            QueueFullError: `max_queue_size` requests are already waiting.
             EngineDeadError: the engine stopped on an exception.
         """
+        self.follow_generation_config()
         params = resolved(sampling_params, self.defaults, max_new_tokens, eos_token_id)
         options = {"is_streaming": streaming, "records_timestamps": record_timestamps}
         return self._add([input_ids], params, sampling, request_id=request_id, **options)[0]
@@ -260,7 +381,25 @@ class ContinuousBatchingManager:
         sampling_params: SamplingParams | None = None,
         **sampling: Any,
     ) -> list[str]:
-        """Queue many sequences, all or none; equal prompts are computed once. See `add_request`."""
+        """Queue many requests, all or none; equal prompts are computed once.
+
+        Args:
+            inputs: the prompts, each as in `add_request`.
+            max_new_tokens: see `add_request`.
+            streaming: see `add_request`.
+            record_timestamps: see `add_request`.
+            sampling_params: parameters of all requests; see `add_request`.
+            sampling: see `add_request`.
+
+        Returns:
+            The id of each request.
+
+        Raises:
+            InvalidRequestError: as `add_request`.
+            QueueFullError: as `add_request`.
+            EngineDeadError: as `add_request`.
+        """
+        self.follow_generation_config()
         params = resolved(sampling_params, self.defaults, max_new_tokens)
         options = {"is_streaming": streaming, "records_timestamps": record_timestamps}
         return self._add(inputs, params, sampling, **options)
@@ -268,33 +407,52 @@ class ContinuousBatchingManager:
     def _add(
         self, inputs: Sequence[Input], params: SamplingParams, changes: Any, **options: Any
     ) -> list[str]:
-        params = replace(params, **changes) if changes else params
-        requests = self.create_requests(inputs, [params] * len(inputs), **options)
+        if changes:
+            require_arguments(changes, _SAMPLING, "add_request", InvalidRequestError)
+            params = replace(params, **changes)
+        _require_sequences(inputs)
+        count = self.num_return_sequences
+        if warning := equal_group_warning(params, count):
+            warnings.warn(warning, stacklevel=3)
+        requests = self.create_requests(
+            inputs, [params] * len(inputs), members=range(count), **options
+        )
         self.submit(requests, self._output_queue)
-        return [request.request_id for request in requests]
+        return [request.request_id for request in requests[::count]]
 
     def cancel_request(self, request_id: str) -> CancelResult:
         """End a request early; it delivers its tokens so far with `status=CANCELLED`.
 
         Returns its state before the call. Cancelling twice has no further effect.
         """
+        _require_id(request_id, "cancel_request takes one id")
         return self.cancel_requests([request_id])[0]
 
     def get_result(
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
-        """Take the next output, of one request or of any, first delivered first.
+        """Return the next output, of one request or of any, in order of delivery.
 
-        Returns None after `timeout` seconds, or when no such request is in flight.
+        Returns None after `timeout` seconds, or if no such request is in flight.
 
         Raises:
             EngineDeadError: the engine stopped on an exception.
+            InvalidRequestError: `request_id` is not a string.
+            RolloutError: requests are waiting, but the manager was never started.
         """
+        if request_id is not None:
+            _require_id(request_id, "a longest wait in seconds is get_result(timeout=...)")
         if (output := self._output_queue.take(request_id, 0.0)) is not None:
             return output
         self.loop.require_alive()
-        if timeout is not None:
-            return self._output_queue.take(request_id, timeout)
+        if self._is_standalone and (num_waiting := self.loop.num_not_started):
+            raise RolloutError(
+                f"the manager is not running and has {num_waiting} waiting in its queue; call "
+                "start() first."
+            )
+        limit = checked_timeout(timeout)
+        if limit is not None:
+            return self._output_queue.take(request_id, limit)
         self.require_can_wait()
         while (output := self._output_queue.take(request_id, POLL_SECONDS)) is None:
             if not self.loop.is_live(request_id):
@@ -318,19 +476,21 @@ class ContinuousBatchingManager:
     ) -> None:
         """Call `callback` on the running asyncio loop with each further output of a request.
 
-        Outputs not taken yet come first. The request may be added later. When the engine
+        Outputs that nobody has read yet come first. You may add the request later. If the engine
         stops on an exception, the callback gets an output with `status=FAILED`.
 
         Raises:
-            RolloutError: no asyncio loop runs in this thread.
-            InvalidRequestError: the request ended, and all of its outputs were delivered.
+            RolloutError: no asyncio loop is running in this thread.
+            InvalidRequestError: the request has ended, and all of its outputs were delivered; or
+                `request_id` is not a string.
         """
+        _require_id(request_id, "the callback is the second argument")
         try:
             asyncio_loop = asyncio.get_running_loop()
         except RuntimeError as error:
             raise RolloutError(
-                "a result handler is called on the running asyncio loop, and none runs in this "
-                "thread; call register_result_handler() in a coroutine, or take outputs by "
+                "result handlers run on an asyncio loop, and none is running in this thread; call "
+                "register_result_handler() inside a coroutine, or read outputs with "
                 "request_id_iter()."
             ) from error
         sink = CallbackSink(request_id, callback, asyncio_loop)
@@ -343,22 +503,28 @@ class ContinuousBatchingManager:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Return the plan that the KV cache is allocated by."""
+        """Return the plan from which the KV cache is allocated."""
         return self.engine.memory_plan
 
     @property
     def policy_version(self) -> int:
-        """Return the policy version that new tokens are stamped with."""
+        """Return the policy version of new tokens."""
         return self.engine.policy_version
 
     @property
+    def paths(self) -> list[ExecutionPath]:
+        """Return how prefill and decode steps run now, and what was proved about it."""
+        return self.engine.paged_model.paths
+
+    @property
     def decode_path(self) -> str:
-        """Return how decode steps run at present, in one line, with the reason for what is off."""
-        return "; ".join(filter(None, (self.engine.decode_path, self.weight_selection)))
+        """Return one line about how decode steps run, with the reason if a faster path is off."""
+        decoding = self.engine.paged_model.describe_decoding()
+        return "; ".join(filter(None, (decoding, self.weight_selection)))
 
     @property
     def routers(self) -> Routers | None:
-        return self.engine.routers
+        return self.engine.runner.routers
 
     @property
     def limits(self) -> ServingLimits:
@@ -379,25 +545,130 @@ class ContinuousBatchingManager:
         """Validate sequences without queueing them; see `InputProcessor.requests`."""
         requests = self.input_processor.requests(inputs, params, **options)
         self.check_images(requests)
+        self.check_adapters(request.params.adapter for request in requests)
         return requests
 
     def check_images(self, requests: Sequence[Request]) -> None:
-        """Raise `ConfigurationError` where the model cannot run the images of a prompt.
+        """Raise `ConfigurationError` if the model cannot run the images of a prompt.
 
-        The first prompt with an image, and the first with several, also runs by a plain forward.
+        The first prompt with one image, and the first with several, are compared with a plain
+        forward.
         """
         for request in requests:
-            checked = self.engine.runner.cuts_images
-            if request.images is not None and request.images.kind not in checked:
-                with self.loop.paused():
+            images = request.images
+            if images is not None and self.engine.image_checks.is_due(images):
+                with self.loop.paused(runs_module=True):
                     self.pauses.require_weights()
                     self.engine.check_images(request)
+
+    def check_adapters(self, adapters: Iterable[str | None]) -> None:
+        """Raise `ConfigurationError` if the model cannot run an adapter; None: the active ones.
+
+        The first use of an adapter pauses the engine for plain forwards, once the trainer does not
+        use the model. Where a copy generates, it also reads the adapter's weights, and begins a
+        policy version.
+        """
+        names = self.engine.unchecked_adapters(adapters)
+        if not names:
+            return
+        with self.loop.paused(runs_module=True):
+            self.pauses.require_weights()
+            if self.engine.check_adapters(names):
+                self.loop.begin_policy_version(InFlight.RECOMPUTE)
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
         self.loop.submit(requests, sink)
 
     def cancel_requests(self, request_ids: Sequence[str]) -> list[CancelResult]:
         return self.loop.cancel(request_ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return unfinished requests, outputs that nobody has read, and the random state.
+
+        See `RolloutGenerator.state_dict`.
+        """
+        with self.loop.paused():
+            return {
+                "format": STATE_FORMAT,
+                "policy_version": self.policy_version,
+                "draws": self.input_processor.state_dict(),
+                **self._saved_requests(self._saves),
+                "outputs": [saved_output(output) for output in self._output_queue.untaken()],
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; see `RolloutGenerator.load_state_dict`."""
+        _require_state(state)
+        with self.loop.paused():
+            if unfinished := self.loop.unfinished():
+                raise RolloutError(
+                    f"{len(unfinished)} requests are in flight ({unfinished[0].request_id}, ...), "
+                    "and their ids may clash with those in the state; load the state before the "
+                    "first request."
+                )
+            self.input_processor.load_state_dict(state["draws"])
+            self.raise_policy_version(state["policy_version"])
+        self.restore_requests(state, self._output_queue)
+
+    def raise_policy_version(self, policy_version: int) -> None:
+        """Give the weights the number that another run gave them, unless theirs is higher."""
+        with self.loop.paused():
+            if policy_version > self.policy_version:
+                self.loop.begin_policy_version(InFlight.RECOMPUTE, policy_version)
+
+    def saved_requests(self, output_queue: OutputQueue) -> dict[str, Any]:
+        """Return the unfinished requests that deliver to a queue, and the outputs in it.
+
+        Plain data, as of `state_dict`, for `restore_requests`.
+        """
+        with self.loop.paused():
+            outputs = [saved_output(output) for output in output_queue.untaken()]
+            saved = self._saved_requests(lambda sink: sink is output_queue)
+            return {**saved, "outputs": outputs}
+
+    def _saves(self, sink: OutputSink) -> bool:
+        """Return whether a state has a receiver's requests; other queues have owners that do."""
+        return sink is self._output_queue or not isinstance(sink, OutputQueue)
+
+    def _saved_requests(self, is_wanted: Callable[[OutputSink], bool]) -> dict[str, Any]:
+        """Return the unfinished requests of some receivers; called inside a pause."""
+        requests = self.loop.unfinished(is_wanted)
+        request_ids = {request.request_id for request in requests}
+        cancelled = [i for i in self.loop.cancelled() if i in request_ids]
+        for request in requests:
+            self.engine.keep_routes(request)
+        return {
+            "requests": [saved_request(request) for request in requests],
+            "cancelled": cancelled,
+        }
+
+    def restore_requests(
+        self, state: Mapping[str, Any], output_queue: OutputQueue, num_versions: int = 0
+    ) -> None:
+        """Submit saved requests again, and deliver the saved outputs.
+
+        Args:
+            state: what `saved_requests` returned.
+            output_queue: receives the outputs.
+            num_versions: added to the number of each policy version.
+        """
+        # Groups of a state have the numbers of another process.
+        new_groups: dict[int, int] = {}
+        requests: list[Request] = []
+        for saved in state["requests"]:
+            request = restored_request(saved, self.input_processor, num_versions)
+            if request.group is not None:
+                if request.group not in new_groups:
+                    new_groups[request.group] = self.input_processor.new_group()
+                request.group = new_groups[request.group]
+            requests.append(request)
+        for saved in state["outputs"]:
+            output_queue.put(restored_output(saved, num_versions))
+        if requests:
+            self.check_images(requests)
+            self.check_adapters(request.params.adapter for request in requests)
+            self.submit(requests, output_queue)
+            self.cancel_requests(state["cancelled"])
 
     @contextmanager
     def paused(
@@ -413,7 +684,10 @@ class ContinuousBatchingManager:
                 yield
             finally:
                 # A sync inside has begun one already, or is needed; a copy changes by a sync only.
-                is_due = self.engine.policy_version == version and not self.engine.runs_a_copy
+                is_due = (
+                    self.engine.policy_version == version
+                    and not self.engine.training_model.is_copied
+                )
                 if is_due and PauseReason.WEIGHTS not in self.pauses.reasons:
                     self.loop.begin_policy_version(InFlight(in_flight))
                 if self.is_served:
@@ -427,7 +701,7 @@ class ContinuousBatchingManager:
         with self.loop.paused():
             self.engine.release_cache()
             if release_graphs:
-                self.engine.release_graphs()
+                self.engine.paged_model.release_graphs()
             self.pauses.hold(PauseReason.SLEEP)
 
     def wake(self) -> None:
@@ -436,28 +710,28 @@ class ContinuousBatchingManager:
         Graphs that `sleep` released are captured in the calling thread, the one that trains.
 
         Raises:
-            RolloutError: the weights that generate were released, and not synced since.
+            RolloutError: the rollout weights were released, and not synced since.
         """
         self.pauses.require_weights()
         if PauseReason.SLEEP in self.pauses.reasons:
-            with self.loop.paused():
-                self.engine.capture_released()
+            with observer().span("wake"), self.loop.paused():
+                self.engine.paged_model.capture_released()
         self.pauses.release(PauseReason.SLEEP, PauseReason.TRAINING)
 
     def lend_to_trainer(self, *, in_training_only: bool = False) -> None:
-        """Keep the engine from stepping the module that trains, until `wake()`.
+        """Hold the engine until `wake()`, if it runs the training module itself.
 
-        Requests stay in flight. An engine that runs a copy goes on. With `in_training_only`, only
-        where others' requests would run a module in training mode.
+        Requests stay in flight. An engine that runs a copy is not held. With `in_training_only`,
+        the engine is held only if other callers' requests would run a module in training mode.
         """
         # Processes that share a model serve nobody beside their rollouts.
-        if self.engine.runs_a_copy or self.group is not None:
+        if self.engine.training_model.is_copied or self.group is not None:
             return
         if in_training_only and not (self.is_served or self.loop.is_live()):
             return
         with self.loop.paused():
             # Inside a pause the module has its own flags.
-            trains = any(module.training for module in self.engine.trained.modules())
+            trains = any(module.training for module in self.engine.training_model.module.modules())
             if trains or not in_training_only:
                 self.pauses.hold(PauseReason.TRAINING)
 
@@ -469,6 +743,80 @@ class ContinuousBatchingManager:
         self.pauses.release(*set(PauseReason) - {PauseReason.WEIGHTS})
 
 
+def _config_in_use(given: Any, holder: torch.nn.Module) -> Any:
+    """Return the caller's generation config, or else that of the trained model object."""
+    if given is None:
+        return hf_compat.generation_config_of(holder)
+    return given
+
+
+def _serving_limits(engine: Engine, holder: torch.nn.Module) -> ServingLimits:
+    """Return the bounds on a request.
+
+    Args:
+        engine: holds the KV cache.
+        holder: the object that trains, which names the tokens that end a sequence.
+    """
+    return ServingLimits(
+        vocab_size=lambda: hf_compat.vocab_size(engine.model),
+        max_positions=hf_compat.max_positions(engine.model),
+        max_cached_tokens=partial(_max_cached_tokens, engine),
+        max_model_len=engine.config.max_model_len,
+        model_eos=hf_compat.model_eos_token_ids(holder),
+        placeholders=multimodal.placeholder_token_ids(engine.model),
+        adapters=engine.adapter_names,
+    )
+
+
+def _max_cached_tokens(engine: Engine) -> int:
+    """Return the tokens of the longest sequence that the cache and `max_model_len` allow."""
+    num_tokens = engine.memory_plan.num_tokens
+    return min(num_tokens, engine.config.max_model_len or num_tokens)
+
+
+def _create_group(facts: ModelFacts, config: RolloutConfig) -> EngineGroup | None:
+    if facts.split_group is None:
+        return None
+    return EngineGroup(facts.split_group, config.cpu_group_timeout)
+
+
+def _with_hints(config: RolloutConfig, workload_hints: Any, device: torch.device) -> RolloutConfig:
+    """Return a config whose number of rows, if unset, is limited to the expected requests."""
+    num_requests = getattr(workload_hints, "num_requests", 0)
+    if config.max_requests_per_batch is not None or num_requests <= 0:
+        return config
+    num_rows = min(num_requests, devices.max_requests_per_batch(device))
+    return replace(config, max_requests_per_batch=num_rows)
+
+
 def _halt(reference: "weakref.ref[EngineLoop]") -> None:
     if (loop := reference()) is not None:
         loop.halt()
+
+
+def _require_state(state: Any) -> None:
+    """Raise `InvalidRequestError` unless this is a `state_dict` that this version reads."""
+    found = state.get("format") if isinstance(state, Mapping) else None
+    if found != STATE_FORMAT:
+        raise InvalidRequestError(
+            f"the state has format {found!r}, but this version of cb_rollout reads format "
+            f"{STATE_FORMAT}; pass a state that state_dict() of this version returned."
+        )
+
+
+def _require_id(request_id: Any, advice: str) -> None:
+    """Raise `InvalidRequestError` unless a request's id is text."""
+    if not isinstance(request_id, str):
+        raise InvalidRequestError(
+            f"request_id={request_id!r:.60} is not a string; pass the id that add_request "
+            f"returned; {advice}."
+        )
+
+
+def _require_sequences(inputs: Any) -> None:
+    """Raise `InvalidRequestError` if one prompt, or a tokenizer's dict, is passed for several."""
+    if isinstance(inputs, str | Mapping):
+        raise InvalidRequestError(
+            f"inputs is a {type(inputs).__name__}; pass a list of token-id sequences, such as "
+            "tokenizer(texts)['input_ids']."
+        )

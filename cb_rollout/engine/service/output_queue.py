@@ -49,6 +49,11 @@ class OutputQueue:
         with interrupts_deferred(), self._changed:
             return bool(self._outputs) or self._error is not None
 
+    def untaken(self) -> list[GenerationOutput]:
+        """Return the outputs that nobody took, first delivered first."""
+        with interrupts_deferred(), self._changed:
+            return list(self._outputs.values())
+
     def close(self, error: EngineDeadError) -> None:
         """Raise `error` in every present and later `take()` that finds no output."""
         with interrupts_deferred(), self._changed:
@@ -59,6 +64,15 @@ class OutputQueue:
         """Let `take()` wait for outputs again after `close()`."""
         with interrupts_deferred(), self._changed:
             self._error = None
+
+    def wait(self) -> None:
+        """Wait until `take()` would return or raise without waiting."""
+        with interrupts_deferred() as interrupts:
+            while not self.can_take:
+                with self._changed:
+                    if not self._outputs and self._error is None:
+                        self._changed.wait(interrupts.limit(None))
+                interrupts.deliver()
 
     def take(
         self, request_id: str | None = None, timeout: float | None = None
@@ -83,7 +97,8 @@ class OutputQueue:
 
     def _pop(self, request_id: str | None) -> GenerationOutput | None:
         numbers = self._outputs if request_id is None else self._numbers.get(request_id, ())
-        if (number := next(iter(numbers), None)) is None:
+        number = next(iter(numbers), None)
+        if number is None:
             return None
         output = self._outputs.pop(number)
         numbers = self._numbers[output.request_id]

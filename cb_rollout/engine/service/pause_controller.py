@@ -19,14 +19,14 @@ POLL_SECONDS = 1.0
 class PauseReason(StrEnum):
     """A reason for which the engine stays paused after the block; each is released by itself."""
 
-    SLEEP = "the generator is asleep, so no output would arrive; wake() it first."
-    CLIENT = "a client paused the engine by POST /pause; POST /resume first."
+    SLEEP = "the generator is asleep, so no output would arrive; call wake() first."
+    CLIENT = "a client paused the engine with POST /pause; send POST /resume first."
     TRAINING = (
-        "the trainer has the model until the next rollout, so no output would arrive; "
-        "wake() the generator first."
+        "the trainer uses the model until the next rollout, so no output would arrive; call "
+        "generator.wake() first."
     )
-    UPDATE = "a weight update failed while it was written; update the weights again first."
-    WEIGHTS = "a sleep of level 2 released the weights that generate; call sync_weights() first."
+    UPDATE = "a weight update failed partway through; update the weights again first."
+    WEIGHTS = "sleep(level=2) released the rollout weights; call sync_weights() first."
 
 
 class PauseController:
@@ -34,13 +34,15 @@ class PauseController:
 
     def __init__(self, changed: threading.Condition, could_step: Callable[[], bool]) -> None:
         """Share the loop's condition; `could_step` returns whether the loop's thread runs."""
-        self._changed, self._could_step = changed, could_step
+        self._changed = changed
+        self._could_step = could_step
         self._stepping_thread: int | None = None
         self._caller_thread: int | None = None
         self._owes_turn = False
         self.reasons: set[PauseReason] = set()
         self._pausing_thread: int | None = None
         self._pause_depth = 0
+        self._training_thread: int | None = None
 
     @property
     def is_paused(self) -> bool:
@@ -83,23 +85,30 @@ class PauseController:
 
     @contextmanager
     def stepping(self) -> Iterator[bool]:
-        """Make the calling thread the one that steps; yield False where another caller does."""
-        is_mine = False
+        """Make the calling thread the one that steps; yield False where another caller does.
+
+        A thread may enter again inside its own block.
+        """
+        me = threading.get_ident()
+        is_mine = is_outermost = False
         try:
             with interrupts_deferred(), self._changed:
-                if is_mine := self._caller_thread is None:
-                    self._caller_thread = threading.get_ident()
+                is_outermost = self._caller_thread is None
+                if is_outermost:
+                    self._caller_thread = me
+                is_mine = self._caller_thread == me
             yield is_mine
         finally:
             if is_mine:
                 with interrupts_deferred(), self._changed:
                     self.end_step()
-                    self._caller_thread = None
+                    if is_outermost:
+                        self._caller_thread = None
                     self._changed.notify_all()
 
     @contextmanager
     def paused(self, may_begin: Callable[[], bool] = lambda: True) -> Iterator[None]:
-        """Pause the engine between two forwards, for the calling thread alone.
+        """Pause the engine between two forwards; only the calling thread may use it.
 
         It waits for the pauses that came first and for at most one forward. A thread may pause
         again inside its own pause. `may_begin` is called under the condition, once the thread need
@@ -130,8 +139,9 @@ class PauseController:
     def _can_begin(self, me: int, may_begin: Callable[[], bool]) -> bool:
         if self._pausing_thread is not None:
             return self._pausing_thread == me
-        # Repeated pauses must leave the engine a step in between.
-        owes_step = self._owes_turn and not self.reasons and self._could_step()
+        # Repeated pauses must leave the engine a step in between, unless the thread steps itself.
+        could_step = self._could_step() and self._caller_thread != me
+        owes_step = self._owes_turn and not self.reasons and could_step
         return not owes_step and may_begin()
 
     def _await_step_end(self, interrupts: Interrupts) -> None:
@@ -155,6 +165,22 @@ class PauseController:
         """Extend the current pause beyond its end, until this reason is released."""
         assert self._pausing_thread == threading.get_ident()
         self.reasons.add(reason)
+        if reason is PauseReason.TRAINING:
+            self._training_thread = threading.get_ident()
+
+    def may_run_module(self) -> bool:
+        """Return whether the calling thread may run the module that trains.
+
+        While it is lent to the trainer, only the thread that lent it may: another one would change
+        the mode and the active adapters of a forward of the training.
+        """
+        is_lent = PauseReason.TRAINING in self.reasons
+        return not is_lent or self._training_thread == threading.get_ident()
+
+    def require_module(self) -> None:
+        """Raise `RolloutError` if the module is lent to the trainer, by another thread."""
+        if not self.may_run_module():
+            raise RolloutError(PauseReason.TRAINING)
 
     def release(self, *reasons: PauseReason) -> None:
         with interrupts_deferred(), self._changed:
@@ -170,7 +196,7 @@ class PauseController:
         """Raise `RolloutError`, with this consequence, where the calling thread paused."""
         if threading.get_ident() == self._pausing_thread:
             raise RolloutError(
-                f"this thread paused the engine, so {consequence}; leave pause() first."
+                f"this thread paused the engine, so {consequence}; leave the pause() block first."
             )
 
     def require_can_wait(self) -> None:

@@ -53,8 +53,16 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
     ) -> None:
         """Prepare the loop; TRL raises ValueError for one of its `settings` that it refuses.
 
-        `version` has the trainer's `value`, and the `first`, which is the engine's version 0.
-        `on_progress` is called when a turn, a tool or the scoring of a group has ended.
+        Args:
+            generator: samples the turns, by an engine or a pool.
+            params: sampling parameters of every turn.
+            source: the rows of the data set, in order.
+            samples: takes scored completions; the trainer empties it.
+            args: the trainer's `AsyncGRPOConfig`.
+            max_inflight_tasks: conversations that run together.
+            version: has the trainer's `value`, and the `first`, which is the engine's version 0.
+            on_progress: called when a turn, a tool or the scoring of a group has ended.
+            settings: further arguments of TRL's own loop.
         """
         super().__init__(
             model_name="",
@@ -76,9 +84,12 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
             **settings,
         )
         self._tool_pool = DaemonThreads()  # pyright: ignore[reportAttributeAccessIssue]
-        self._generator, self._params, self._source = generator, params, source
+        self._generator = generator
+        self._params = params
+        self._source = source
         self._tool_timeout_seconds = generator.config.tool_timeout_seconds
-        self._on_progress, self._version = on_progress, version
+        self._on_progress = on_progress
+        self._version = version
         self._hung: list[Any] = []
 
     def run(self) -> None:
@@ -96,8 +107,11 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
             self._loop.call_soon_threadsafe(self._stop_event.set)
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
-        works = self._generate_loop(stop_event), self._score_loop(stop_event), stop_event.wait()
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
+        tasks: list[asyncio.Task[Any]] = [
+            asyncio.create_task(self._generate_loop(stop_event)),
+            asyncio.create_task(self._score_loop(stop_event)),
+            asyncio.create_task(stop_event.wait()),
+        ]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -125,14 +139,15 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         rows, _ = upstream._chain_to_sequences(TURNS.get(), "", self._fork_threshold_tokens)
         sequences: list[Any] = result[2]
         for sequence, row in zip(sequences, rows, strict=True):
+            sequence.token_versions = []
             trained = compress(row.old_log_probs, row.completion_mask)
-            sequence.token_versions = [
-                (int(version), len(list(tokens))) for version, tokens in groupby(trained)
-            ]
+            for version, tokens in groupby(trained):
+                sequence.token_versions.append((int(version), len(list(tokens))))
         return result
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        manager, turns = self._generator.manager, TURNS.get()
+        manager = self._generator.manager
+        turns = TURNS.get()
         try:
             (request,) = manager.create_requests([prompt_ids], [self._params], members=range(1))
         except InvalidRequestError:
@@ -153,7 +168,9 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
                 f"a turn could not be produced: {output.error or output.status.value}"
             )
         self._on_progress()
-        versions = [float(version) for version, n in output.policy_versions for _ in range(n)]
+        versions: list[float] = []
+        for version, num_tokens in output.policy_versions:
+            versions += [float(version)] * num_tokens
         turns.append(upstream.TurnRecord(prompt_ids, output.generated_tokens, versions))
         return output.generated_tokens, output.logprobs
 
@@ -186,15 +203,15 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
     async def _score_group(self, group: upstream.RolloutGroup) -> list[Any]:
         rows = await super()._score_group(group)
         self._on_progress()
-        index, first = group.group_id, self._version.first
         if rows:
-            self._source.queue(index, len(rows))
+            self._source.queue(group.group_id, len(rows))
         else:
-            self._source.drop(index)
+            self._source.drop(group.group_id)
+        first = self._version.first
         sequences: Iterator[Any] = chain.from_iterable(group.completions_sequences)
         samples: list[Any] = []
         for row, sequence in zip(rows, sequences, strict=True):
             versions = [(first + version, count) for version, count in sequence.token_versions]
-            own = {field.name: getattr(row, field.name) for field in fields(row)}
-            samples.append(RolloutSample(**own, token_versions=versions))
+            values = {field.name: getattr(row, field.name) for field in fields(row)}
+            samples.append(RolloutSample(**values, token_versions=versions))
         return samples

@@ -1,13 +1,13 @@
 """Yield a data set's prompts endlessly, and know which of them were trained on.
 
-Owns the position at which a resumed run goes on. The rollout thread takes prompts and queues
+Owns the position at which a resumed run continues. The rollout thread takes prompts and queues
 completions; the trainer's thread takes these, and saves and loads the position.
 """
 
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ class PromptSource:
         self, dataset: Iterable[Mapping[str, Any]], tokenizer: Any, template_kwargs: Any
     ) -> None:
         """Begin with the first row; a tokenizer renders chats by its template's arguments."""
-        self._dataset, self._tokenizer = dataset, tokenizer
+        self._dataset = dataset
+        self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs or {}
         self._lock = threading.Lock()
         self._next_index = 0
@@ -39,7 +40,37 @@ class PromptSource:
     def position(self, num_trained: int) -> int:
         """Return the index of the first prompt without a completion among those trained on."""
         with self._lock:
-            return min([*self._open, *self._taken[num_trained:]], default=self._next_index)
+            untrained = list(self._open) + self._taken[num_trained:]
+            return min(untrained, default=self._next_index)
+
+    def state(self) -> dict[str, Any]:
+        """Return the prompt to come, and the completions that the trainer has not taken."""
+        with self._lock:
+            return {"next_index": self._next_index, "open": dict(self._open)}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`, before the first prompt is taken."""
+        with self._lock:
+            self._next_index = state["next_index"]
+            self._open = dict(state["open"])
+            self._taken.clear()
+
+    def at(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return prompts that were yielded before, by their index."""
+        wanted = set(indices)
+        found: dict[int, dict[str, Any]] = {}
+        for index, row in enumerate(self._rows()):
+            if len(found) == len(wanted):
+                break
+            if index in wanted:
+                found[index] = self._prompt(row, index)
+        return [found[index] for index in indices]
+
+    def _rows(self) -> Iterator[Mapping[str, Any]]:
+        return itertools.chain.from_iterable(itertools.repeat(self._dataset))
+
+    def _prompt(self, row: Mapping[str, Any], index: int) -> dict[str, Any]:
+        return {"prompt": self._rendered(row.get("prompt")), "row": row, "index": index}
 
     def begin_at(self, position: int) -> None:
         with self._lock:
@@ -48,12 +79,12 @@ class PromptSource:
             self._taken.clear()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = itertools.chain.from_iterable(itertools.repeat(self._dataset))
-        for row in itertools.islice(rows, self._next_index, None):
+        for row in itertools.islice(self._rows(), self._next_index, None):
             with self._lock:
-                index, self._next_index = self._next_index, self._next_index + 1
+                index = self._next_index
+                self._next_index += 1
                 self._open[index] = None
-            yield {"prompt": self._rendered(row.get("prompt")), "row": row, "index": index}
+            yield self._prompt(row, index)
 
     def drop(self, index: int) -> None:
         with self._lock:
@@ -86,7 +117,8 @@ class PositionCallback(TrainerCallback):
     """Save the position with each checkpoint, and begin there when training resumes."""
 
     def __init__(self, source: PromptSource, samples_per_step: int) -> None:
-        self._source, self._samples_per_step = source, samples_per_step
+        self._source = source
+        self._samples_per_step = samples_per_step
         self._first_step = 0
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -97,7 +129,8 @@ class PositionCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._first_step = state.global_step
-        if state.global_step and (file := self._file(args, state)).exists():
+        file = self._file(args, state)
+        if state.global_step and file.exists():
             self._source.begin_at(json.loads(file.read_text())["position"])
 
     @staticmethod

@@ -9,11 +9,12 @@ import inspect
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
+import torch
 
 from cb_rollout.integrations.async_grpo.upstream import async_rollout_worker
 from cb_rollout.strategies.base import Group
@@ -32,6 +33,25 @@ class RolloutSample(async_rollout_worker.RolloutSample):
         self.enqueued_at = time.time()
 
 
+def saved_sample(sample: RolloutSample) -> dict[str, Any]:
+    """Return a sample as numbers, text and tensors."""
+    state: dict[str, Any] = {}
+    for part in fields(sample):
+        value = getattr(sample, part.name)
+        state[part.name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return state
+
+
+def restored_sample(state: Mapping[str, Any]) -> RolloutSample:
+    """Return a saved sample; its wait in the queue begins now."""
+    values: dict[str, Any] = {}
+    for part in fields(RolloutSample):
+        value = state[part.name]
+        if part.init:
+            values[part.name] = value.numpy() if isinstance(value, torch.Tensor) else value
+    return RolloutSample(**values)
+
+
 class SampleQueue(queue.Queue[RolloutSample]):
     """A bounded queue that reports each sample as it is taken."""
 
@@ -39,6 +59,17 @@ class SampleQueue(queue.Queue[RolloutSample]):
         """Call `on_taken` with each sample, on the thread that takes it."""
         super().__init__(maxsize)
         self._on_taken = on_taken
+
+    def waiting(self) -> list[RolloutSample]:
+        """Return the samples in the queue, the next one first."""
+        with self.mutex:
+            return list(self.queue)
+
+    def wait_for_room(self, timeout: float) -> None:
+        """Wait until a sample was taken, `timeout` seconds at most."""
+        with self.not_full:
+            if 0 < self.maxsize <= self._qsize():
+                self.not_full.wait(timeout)
 
     def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
         sample = super().get(block, timeout)
@@ -56,21 +87,32 @@ def summed_rewards(
 
     None where no function gave a number.
     """
-    prompt, completions = row["prompt"], list(texts)
-    if not isinstance(prompt, str):
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
-    columns = {name: [value] * len(texts) for name, value in row.items() if name != "prompt"}
-    columns |= {
-        "prompts": [prompt] * len(texts),
-        "completions": completions,
-        "completion_ids": [output.generated_tokens for output in outputs],
-    }
-    rewards = []
+    prompt = row["prompt"]
+    columns: dict[str, list[Any]] = {}
+    for name, value in row.items():
+        if name != "prompt":
+            columns[name] = [value] * len(texts)
+    columns["prompts"] = [prompt] * len(texts)
+    if isinstance(prompt, str):
+        columns["completions"] = list(texts)
+    else:
+        columns["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    # Copies: a reward function may write into the lists that it gets.
+    columns["completion_ids"] = [list(output.generated_tokens) for output in outputs]
+
+    rewards_of_functions = []
     for function in functions:
-        values = function(**columns)
-        rewards.append(asyncio.run(values) if inspect.iscoroutine(values) else values)
-    numbers = [[float(v) for v in row if v is not None] for row in zip(*rewards, strict=True)]
-    return [sum(values) if values else None for values in numbers]
+        rewards = function(**columns)
+        if inspect.iscoroutine(rewards):
+            rewards = asyncio.run(rewards)
+        rewards_of_functions.append(rewards)
+    return [_sum_of_numbers(rewards) for rewards in zip(*rewards_of_functions, strict=True)]
+
+
+def _sum_of_numbers(rewards: Sequence[Any]) -> float | None:
+    """Sum the rewards that are not None; None: all are."""
+    numbers = [float(reward) for reward in rewards if reward is not None]
+    return sum(numbers) if numbers else None
 
 
 def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[RolloutSample]:
@@ -79,11 +121,16 @@ def samples_of(group: Group, texts: Sequence[str], first_version: int) -> list[R
     `first_version` is the trainer's version that is the engine's policy version 0.
     """
     prompt = group.prompt["row"]["prompt"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    mean, spread = fmean(group.rewards), pstdev(group.rewards)
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = list(prompt)
+    mean = fmean(group.rewards)
+    spread = pstdev(group.rewards)
     samples = []
     for output, reward, text in zip(group.outputs, group.rewards, texts, strict=True):
-        num_prompt, num_sampled = len(output.prompt_ids), len(output.generated_tokens)
+        num_prompt = len(output.prompt_ids)
+        num_sampled = len(output.generated_tokens)
         versions = [(first_version + version, count) for version, count in output.policy_versions]
         samples.append(
             RolloutSample(

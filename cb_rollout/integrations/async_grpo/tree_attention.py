@@ -46,10 +46,20 @@ def plain_tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend N packed tokens in S segments, each to the path from the root to itself.
 
-    `query` is (1, H, N, D); `key` and `value` are (1, KV heads, N, D). `tree_cu_seqlens_q`,
-    (S + 1), are the ends of the segments in the row, from 0. `tree_kv_index` are packed positions
-    of every segment's path, end to end, and `tree_cu_seqlens_k`, (S + 1), the ends of the paths.
     Q, K: tokens of a segment and of its path; H: heads; D: head size.
+
+    Args:
+        module: the attention layer, which is not read.
+        query: (1, H, N, D).
+        key: (1, KV heads, N, D).
+        value: as `key`.
+        attention_mask: not read: the segments say what is attended to.
+        tree_kv_index: packed positions of every segment's path, end to end; int.
+        tree_cu_seqlens_q: (S + 1), the ends of the segments in the row, from 0; int.
+        tree_cu_seqlens_k: (S + 1), the ends of the paths in `tree_kv_index`, from 0; int.
+        scaling: multiplies the scores; None: 1 / sqrt(D).
+        sliding_window: most tokens that a token attends to, itself included; None: all.
+        softcap: refused where it is set.
 
     Returns:
         (1, N, H, D), and None for the weights.
@@ -60,9 +70,10 @@ def plain_tree_attention(
             f"attention softcap {softcap:g} in training without FlashAttention 3; train this model "
             "on a GPU that TRL's own kernel runs on."
         )
-    ends = (tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist())
+    segments = pairwise(tree_cu_seqlens_q.tolist())
+    paths = pairwise(tree_cu_seqlens_k.tolist())
     outputs = []
-    for (begin, end), (path_begin, path_end) in zip(*map(pairwise, ends), strict=True):
+    for (begin, end), (path_begin, path_end) in zip(segments, paths, strict=True):
         # The segment is the end of its path.
         num_before = path_end - path_begin - (end - begin)
         path_K = tree_kv_index[path_begin:path_end]

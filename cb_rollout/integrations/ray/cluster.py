@@ -57,7 +57,7 @@ class RolloutWorker:
     """A worker, or one shard of it, inside of an actor's process."""
 
     def listen(self) -> tuple[str, int]:
-        """Open the store by which the processes of a worker find each other; return its address."""
+        """Open the store through which a worker's processes find each other; return its address."""
         host = _ray().util.get_node_ip_address()
         self._store = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
@@ -65,18 +65,23 @@ class RolloutWorker:
     def start(
         self, arguments: tuple[Any, ...], rank: int, size: int, address: tuple[str, int] | None
     ) -> tuple[WorkerDescription, str]:
-        """Make the worker; return its description and its node's id."""
+        """Create the worker; return its description and its node's id."""
         if address is not None:
-            # transformers puts a shard on the GPU of this number; Ray shows a process its own only.
-            os.environ["LOCAL_RANK"] = "0"
-            distributed.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=distributed.TCPStore(*address) if rank else self._store,
-                rank=rank,
-                world_size=size,
-            )
+            self._join_shards(rank, size, address)
         self._worker = PoolWorker(*arguments)
         return self._worker.description(), _ray().get_runtime_context().get_node_id()
+
+    def _join_shards(self, rank: int, size: int, address: tuple[str, int]) -> None:
+        """Join the process group of the worker's shards; `address`: of the first shard's store."""
+        # transformers puts a shard on the GPU of this number; Ray shows a process its own only.
+        os.environ["LOCAL_RANK"] = "0"
+        if rank == 0:
+            store = self._store
+        else:
+            host, port = address
+            store = distributed.TCPStore(host, port)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, store=store, rank=rank, world_size=size)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
@@ -99,63 +104,74 @@ class Cluster:
     def __init__(
         self, resources_per_worker: Mapping[str, float] | None, tensor_parallel_size: int = 1
     ) -> None:
-        """Connect to a cluster: this process's, `RAY_ADDRESS`'s, one that runs here, or a new one.
+        """Connect to this process's cluster, `RAY_ADDRESS`'s, a local one, or a new one.
 
         A worker is `tensor_parallel_size` actors, each with `resources_per_worker`.
 
         Raises:
             ImportError: ray is not installed.
-            ConfigurationError: a resource is no number >= 0.
+            ConfigurationError: a resource is not a number >= 0.
         """
-        self._ray = ray = _ray()
-        resources = dict(resources_per_worker or {})
-        # Before a cluster is made, which nobody would end.
-        _require_amounts(resources)
-        self._is_own = not ray.is_initialized()
-        if self._is_own:
-            ray.init(include_dashboard=False, log_to_driver=False)
-        if resources_per_worker is None:
-            resources = {"GPU" if ray.cluster_resources().get("GPU") else "CPU": 1}
-        resources = resources or {"CPU": 1}
+        self._ray = _ray()
         self._size = tensor_parallel_size
+        self._processes: list[psutil.Process] = []
+        # Before a cluster is made, which nobody would end.
+        _require_amounts(resources_per_worker or {})
+        self._is_own = not self._ray.is_initialized()
+        if self._is_own:
+            self._ray.init(include_dashboard=False, log_to_driver=False)
+        if resources_per_worker is None and self._ray.cluster_resources().get("GPU"):
+            resources: Mapping[str, float] = {"GPU": 1}
+        else:
+            resources = resources_per_worker or {"CPU": 1}
         self._resources = {name: amount for name, amount in resources.items() if amount}
-        of_ray = {RESOURCES[n]: v for n, v in resources.items() if n in RESOURCES}
-        self._actors = ray.remote(
-            resources={n: v for n, v in resources.items() if n not in RESOURCES} or None,
+        self._actors = self._actor_class(resources)
+
+    def _actor_class(self, resources: Mapping[str, float]) -> Any:
+        """Return Ray's class of actors that have these resources each."""
+        # Without a number of CPUs an actor would be placed anywhere.
+        rays_own: dict[str, float] = {"num_cpus": 0}
+        of_cluster: dict[str, float] = {}
+        for name, amount in resources.items():
+            if name in RESOURCES:
+                rays_own[RESOURCES[name]] = amount
+            else:
+                of_cluster[name] = amount
+        make_actor_class = self._ray.remote(
+            resources=of_cluster or None,
             max_concurrency=MAX_CONCURRENCY,
             concurrency_groups={ORDERED: 1},
             max_restarts=0,
             max_task_retries=0,
-            # Without a number of CPUs an actor would be placed anywhere.
-            **({"num_cpus": 0} | of_ray),
-        )(RolloutWorker)
-        self._processes: list[psutil.Process] = []
+            **rays_own,
+        )
+        return make_actor_class(RolloutWorker)
 
     def start_worker(self, *arguments: Any) -> tuple[WorkerHandle, list[Any]]:
         """Ask for a worker; return it, and references of each process's description and node."""
         if self._size == 1:
-            handle, address = WorkerHandle([self._actors.remote()]), None
+            handle = WorkerHandle([self._actors.remote()])
+            address = None
         else:
             handle = self._placed_together()
             address = handle.actors[0].listen.remote()
-        started = [
-            actor.start.remote(arguments, rank, self._size, address)
-            for rank, actor in enumerate(handle.actors)
-        ]
+        started = []
+        for rank, actor in enumerate(handle.actors):
+            started.append(actor.start.remote(arguments, rank, self._size, address))
         return handle, started
 
     def _placed_together(self) -> WorkerHandle:
         """Ask for the actors of a split worker, all or none, on one machine if any has room."""
         placement = self._ray.util.placement_group([self._resources] * self._size, strategy="PACK")
-        by_index = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        actors = [
-            self._actors.options(scheduling_strategy=by_index(placement, index)).remote()
-            for index in range(self._size)
-        ]
+        at_index = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        actors = []
+        for index in range(self._size):
+            placed = self._actors.options(scheduling_strategy=at_index(placement, index))
+            actors.append(placed.remote())
         return WorkerHandle(actors, placement)
 
     def record_process(self, process_id: int, node: str) -> None:
-        """Have `close` wait for the end of a worker's process, if it is on this machine."""
+        """Make `close` wait for the end of a worker's process, if it is on this machine."""
         if node == self._ray.get_runtime_context().get_node_id():
             self._processes = [process for process in self._processes if process.is_running()]
             with suppress(psutil.NoSuchProcess):
@@ -166,7 +182,7 @@ class Cluster:
         return [handle.actors[0].call.remote(method, *arguments)]
 
     def call_all(self, handle: WorkerHandle, method: str, *arguments: Any) -> list[Any]:
-        """Have each process of a worker `submit` or `update`, split ones in the order of the calls.
+        """Call `submit` or `update` on each process of a worker; split workers keep the call order.
 
         Return the references of their answers.
         """
@@ -182,7 +198,7 @@ class Cluster:
         return self._ray.put(array)
 
     async def results(self, references: Sequence[Any]) -> list[Any]:
-        """Wait for a call's results; an exception that a process raised is raised here.
+        """Wait for a call's results; raise an exception of a process here.
 
         Raises:
             WorkerLostError: the worker ended before or during the call.
@@ -200,13 +216,13 @@ class Cluster:
             raise WorkerLostError(str(error).splitlines()[0]) from error
 
     def resources(self) -> str:
-        """Say what a worker asks for, and how much of that the cluster has and has free."""
+        """Return the resources that a worker requests, and the cluster's total and free amounts."""
         asked = self._resources
-        total, free = self._ray.cluster_resources(), self._ray.available_resources()
-        amounts = (
-            f"{total.get(name, 0):g} {name}, {free.get(name, 0):g} of them free"
-            for name in asked or ["CPU"]
-        )
+        total = self._ray.cluster_resources()
+        free = self._ray.available_resources()
+        amounts = []
+        for name in asked or ["CPU"]:
+            amounts.append(f"{total.get(name, 0):g} {name}, {free.get(name, 0):g} of them free")
         return f"a worker asks for {self._size} x {asked}, the cluster has {'; '.join(amounts)}"
 
     def kill(self, handle: WorkerHandle) -> None:

@@ -1,13 +1,13 @@
 """Decide which worker samples which sequence.
 
-Owns every sequence from submission until its one output. Starts nothing, sends nothing and holds
-no lock; its caller does.
+Owns every sequence from its submission to its single output. Starting workers, sending and locking
+are left to the caller.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import takewhile
 
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.output_queue import OutputSink
@@ -23,13 +23,13 @@ class PooledSequence:
     """A sequence on its way through the pool."""
 
     request: Request
-    """Prompt, seed and settings, as an engine of the caller would have made them."""
+    """Prompt, seed and settings, as a local engine would have made them."""
     sink: OutputSink
-    """Receives its one output."""
+    """Receives its single output."""
     worker: int | None = None
-    """Worker that samples it; None: it waits."""
+    """Worker that samples it; None: it is waiting."""
     item_id: str = ""
-    """Id of the present attempt."""
+    """Id of the current attempt."""
     num_attempts: int = 0
     num_deaths: int = 0
     is_cancelled: bool = False
@@ -74,7 +74,7 @@ class Dispatcher:
         return self._loads.get(worker, 0)
 
     def add(self, requests: Iterable[Request], sink: OutputSink) -> None:
-        """Queue sequences; those of one group come one after the other."""
+        """Queue sequences; the members of a group must be adjacent."""
         arrival: dict[int | None, int] = {}
         added = []
         for request in requests:
@@ -92,17 +92,17 @@ class Dispatcher:
         """
         assigned: dict[int, list[WorkItem]] = {}
         while self._waiting:
-            group = list(next(groupby(self._waiting, lambda sequence: sequence.request.group))[1])
-            rooms = {worker: size - self.load(worker) for worker, size in capacities.items()}
-            roomy = [
-                worker
-                for worker, size in capacities.items()
-                if rooms[worker] >= min(len(group), max(1, size // 2))
-            ]
+            group = self._first_waiting_group()
+            roomy = []
+            for worker, capacity in capacities.items():
+                room = capacity - self.load(worker)
+                if room >= min(len(group), max(1, capacity // 2)):
+                    roomy.append(worker)
             if not roomy:
                 break
             chosen = min(roomy, key=lambda worker: (self.load(worker), worker))
-            for sequence in group[: rooms[chosen]]:
+            room = capacities[chosen] - self.load(chosen)
+            for sequence in group[:room]:
                 self._waiting.popleft()
                 sequence.worker = chosen
                 assigned.setdefault(chosen, []).append(sequence.next_item())
@@ -110,27 +110,34 @@ class Dispatcher:
                 self._loads[chosen] = self.load(chosen) + 1
         return assigned
 
+    def _first_waiting_group(self) -> list[PooledSequence]:
+        """Return the sequences of the group at the head of the queue."""
+        group_of_first = self._waiting[0].request.group
+        return list(takewhile(lambda s: s.request.group == group_of_first, self._waiting))
+
     def deliver(self, worker: int, outputs: Iterable[GenerationOutput]) -> None:
-        """Deliver what a worker finished; attempts that were given up are ignored."""
+        """Deliver a worker's finished sequences; ignore abandoned attempts."""
         for output in outputs:
             sequence = self._items.get(output.request_id)
             if sequence is None or sequence.worker != worker:
                 continue
             request, began = sequence.request, sequence.request.created_time
+            since_began, until_ended = output.lifespan
             ended = replace(
                 output,
                 request_id=request.request_id,
                 created_time=began,
+                lifespan=(began + since_began, began + until_ended),
                 timestamps=output.timestamps and [began + s for s in output.timestamps],
                 images=request.images,
             )
             self._end(sequence, ended)
 
     def withdraw(self, worker: int, *, is_dead: bool, reason: str = "") -> int:
-        """Take a worker's sequences from it; they begin again elsewhere, before those that wait.
+        """Take back a worker's sequences; they restart elsewhere, ahead of the queue.
 
-        `is_dead` counts the attempt against each of them, and fails those that no worker survives,
-        with the `reason` for the worker's end. Returns the number of its sequences.
+        `is_dead` counts the attempt against each sequence, and fails a sequence that has ended too
+        many workers, with the `reason` for the worker's end. Returns the number of sequences.
         """
         taken = [sequence for sequence in self._items.values() if sequence.worker == worker]
         again = []
@@ -149,13 +156,13 @@ class Dispatcher:
         return len(taken)
 
     def fail(self, item_ids: Iterable[str], error: str) -> None:
-        """End the sequences of items that cannot be sampled, with the reason."""
+        """Fail the sequences of items that cannot be sampled, with the reason."""
         for item_id in item_ids:
             if (sequence := self._items.get(item_id)) is not None:
                 self._end(sequence, sequence.output(error))
 
     def cancel(self, request_ids: Iterable[str]) -> dict[int, list[str]]:
-        """End the sequences that wait; return the items that workers must end, by worker."""
+        """Cancel waiting sequences; return the items that workers must cancel, by worker."""
         items: dict[int, list[str]] = {}
         for request_id in request_ids:
             sequence = self._sequences.get(request_id)
@@ -173,7 +180,7 @@ class Dispatcher:
         self.cancel([sequence.request.request_id for sequence in self._waiting])
 
     def abandon(self) -> Iterable[OutputSink]:
-        """Forget every sequence; return the sinks that get no output."""
+        """Forget every sequence; return the sinks that will get no output."""
         sinks = {id(sequence.sink): sequence.sink for sequence in self._sequences.values()}
         for collection in (self._waiting, self._sequences, self._items, self._loads):
             collection.clear()

@@ -1,8 +1,8 @@
 """Serve a pool's requests on workers that may end or hang.
 
-Owns the workers from their start to their end, the current weights, and a thread with an event
-loop: a task for each worker. Has the part of `ContinuousBatchingManager` that callers of both use.
-Every wait has a limit. Called from any thread.
+Owns the workers from their start to their end, the current weights, and a thread with an event loop
+that runs one task per worker. Implements the part of `ContinuousBatchingManager` that callers use
+with both. Every wait has a limit. Called from any thread.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ class _Worker:
     """Policy version of its weights."""
     task: Future[None] | None = None
     description: WorkerDescription | None = None
-    """None: it has not started, or has not got the current weights yet."""
+    """None: it has not started, or does not have the current weights yet."""
     counters: EngineCounters = field(default_factory=EngineCounters)
     progressed_at: float = 0.0
-    """Time at which it was last seen to compute, or had no work."""
+    """Time at which it last made progress, or had no work."""
 
 
 class PoolManager:
@@ -70,7 +70,7 @@ class PoolManager:
     """Routers whose choices the workers record."""
     input_processor: InputProcessor
     defaults: SamplingParams
-    """Sampling parameters where a request has none: the attached trainer's, or the checkpoint's."""
+    """Default sampling parameters: the attached trainer's, or the checkpoint's."""
 
     def __init__(
         self,
@@ -80,13 +80,21 @@ class PoolManager:
         timeout_seconds: float,
         start_timeout_seconds: float,
     ) -> None:
-        """Start the thread, and ask for the workers, each made of `arguments`; see `RolloutPool`.
+        """Start the thread, and ask for the workers; see `RolloutPool`.
 
-        An update may take `timeout_seconds` twice, to fetch the bytes and to write them.
+        Args:
+            cluster: starts workers and calls them.
+            arguments: those of `PoolWorker`.
+            num_workers: workers that should run.
+            timeout_seconds: maximum wait for an answer. An update may take this twice, to fetch the
+                bytes and to write them.
+            start_timeout_seconds: maximum time for a worker to start.
         """
-        self._cluster, self._arguments = cluster, arguments
+        self._cluster = cluster
+        self._arguments = arguments
         self._num_workers = num_workers
-        self._timeout, self._start_timeout = timeout_seconds, start_timeout_seconds
+        self._timeout = timeout_seconds
+        self._start_timeout = start_timeout_seconds
         self._lock = threading.RLock()
         self._workers: dict[int, _Worker] = {}
         self._dispatcher = Dispatcher()
@@ -127,7 +135,7 @@ class PoolManager:
             return functools.reduce(EngineCounters.plus, counters, self._ended_counters)
 
     def status(self) -> EngineStatus:
-        """Return the pool's state; the KV memory is that of this process, which has none."""
+        """Return the pool's state; KV memory is this process's, so it is 0."""
         with self._lock:
             num_assigned = sum(self._dispatcher.load(number) for number in self._workers)
             return EngineStatus(
@@ -141,27 +149,40 @@ class PoolManager:
 
     def max_cached_tokens(self) -> int:
         with self._lock:
-            described = [w.description for w in self._workers.values() if w.description is not None]
-        # Between two workers the first one stands for them.
-        described = described or [self.first_description()]
-        return min(description.limits.max_cached_tokens() for description in described)
+            descriptions = [worker.description for worker in self._usable()]
+        limits = [
+            description.limits.max_cached_tokens()
+            for description in descriptions
+            if description is not None
+        ]
+        if not limits:
+            # Between two workers the first one stands for them.
+            return self.first_description().limits.max_cached_tokens()
+        return min(limits)
 
     def first_description(self) -> WorkerDescription:
-        """Wait for the first worker; raise why none started."""
+        """Wait for the first worker; raise an error with the reason if none starts."""
         return self._first.result()
 
     def resize(self, num_workers: int) -> None:
-        """Set the number of workers; sequences of those that end begin again elsewhere."""
+        """Set the number of workers; sequences of removed workers restart elsewhere."""
         with self._lock:
             self.require_can_wait()
-            self._num_workers, self._num_failed_starts = num_workers, 0
-            surplus = sorted(
-                self._workers.values(),
-                key=lambda w: (w.description is not None, self._dispatcher.load(w.number)),
-            )
-            for worker in surplus[: max(0, len(surplus) - num_workers)]:
+            self._num_workers = num_workers
+            self._num_failed_starts = 0
+            num_surplus = max(0, len(self._workers) - num_workers)
+            idlest_first = sorted(self._workers.values(), key=self._readiness)
+            for worker in idlest_first[:num_surplus]:
                 self._end(worker, "the pool was made smaller", is_dead=False)
             self._start_missing()
+
+    def _readiness(self, worker: _Worker) -> tuple[bool, int]:
+        """Return a sort key: workers that have not started come first, then idle workers."""
+        has_started = worker.description is not None
+        return has_started, self._dispatcher.load(worker.number)
+
+    def follow_generation_config(self) -> None:
+        """Do nothing: a pool's defaults are its checkpoint's, or those that a trainer set."""
 
     def create_requests(self, inputs: Sequence[Any], *arguments: Any, **more: Any) -> list[Request]:
         """Validate sequences; see `InputProcessor.requests`."""
@@ -171,7 +192,7 @@ class PoolManager:
         """Do nothing: the workers run until the pool is closed."""
 
     def require_can_wait(self) -> None:
-        """Raise `EngineDeadError` where the pool was closed, or no worker can run."""
+        """Raise `EngineDeadError` if the pool was closed, or no worker can run."""
         if self._fatal_error is not None:
             raise EngineDeadError(str(self._fatal_error)) from self._fatal_error
 
@@ -189,13 +210,13 @@ class PoolManager:
 
     @contextmanager
     def updating(self) -> Iterator[WeightUpdate]:
-        """Wait for other updates to end; yield the weights before the ones that are sent inside."""
+        """Wait for other updates to end; yield the weights before this update."""
         with self._updating:
             self.require_can_wait()
             yield self._weights
 
     def update(self, weights: WeightUpdate, in_flight: InFlight) -> None:
-        """Have every worker take new weights, inside `updating`; one that does not is replaced.
+        """Send new weights to every worker, inside `updating`; one that does not is replaced.
 
         Raises:
             WeightSyncError: no worker took them, and the pool keeps the present ones.
@@ -217,8 +238,10 @@ class PoolManager:
                 # The pool was closed meanwhile.
                 with suppress(CancelledError):
                     answers.append(answer.result())
-            if answers and (first := answers[0]) is not None and None not in answers:
-                raise WeightSyncError(f"no worker took the weights: {error_text(first)}") from first
+            errors = [answer for answer in answers if answer is not None]
+            if errors and len(errors) == len(answers):
+                reason = error_text(errors[0])
+                raise WeightSyncError(f"no worker accepted the weights: {reason}") from errors[0]
 
     def close(self, error: EngineDeadError) -> None:
         """End the thread and all workers; sequences that are left raise `error`."""
@@ -228,8 +251,9 @@ class PoolManager:
             self._is_closed = True
             self._fail(error)
             self._ended_counters = self.counters
-            workers, self._workers = self._workers, {}
-        for worker in workers.values():
+            workers = list(self._workers.values())
+            self._workers = {}
+        for worker in workers:
             self._cluster.kill(worker.handle)
         if self._thread is not threading.current_thread():
             self._thread.join(CLOSE_SECONDS)
@@ -256,7 +280,7 @@ class PoolManager:
         return asyncio.run_coroutine_threadsafe(guarded(), self._loop)
 
     async def _watch(self) -> None:
-        """End the pool where somebody waits, and no worker has run for long."""
+        """End the pool if a caller is waiting and no worker has run for too long."""
         alone_since = time.monotonic()
         while not self._is_closed:
             await asyncio.sleep(WATCH_SECONDS)
@@ -275,11 +299,11 @@ class PoolManager:
                     self._fail(error)
 
     async def _serve(self, worker: _Worker, references: Sequence[Any]) -> None:
-        """Bring a worker to work, and take its reports until it ends."""
+        """Start a worker, and process its reports until it ends."""
         started = await self._answer(worker, references, "start", self._start_timeout)
         for described, node in started:
             self._cluster.record_process(described.process_id, node)
-        description = started[0][0]
+        description, _ = started[0]
         while worker.description is None:
             if worker.version < self._weights.version:
                 await self._send(worker, self._weights, InFlight.RECOMPUTE)
@@ -290,12 +314,16 @@ class PoolManager:
             is_busy = bool(self._dispatcher.load(worker.number))
             seconds = BUSY_REPORT_SECONDS if is_busy else IDLE_REPORT_SECONDS
             references = self._cluster.call(worker.handle, "report", seconds)
-            answer = await self._answer(worker, references, "report", seconds + self._timeout)
-            self._take_report(worker, *answer[0])
+            answers = await self._answer(worker, references, "report", seconds + self._timeout)
+            outputs, counters = answers[0]
+            self._take_report(worker, outputs, counters)
 
     def _begin(self, worker: _Worker, description: WorkerDescription) -> None:
-        worker.description, worker.progressed_at = description, time.monotonic()
-        self._num_failed_starts, self._last_failure = 0, None
+        """Let a worker with the current weights sample; called with the lock."""
+        worker.description = description
+        worker.progressed_at = time.monotonic()
+        self._num_failed_starts = 0
+        self._last_failure = None
         if not self._first.done():
             self._first.set_result(description)
         self._start_missing()
@@ -309,7 +337,18 @@ class PoolManager:
         seconds: float,
         expected: type[Exception] | tuple[()] = (),
     ) -> list[Any]:
-        """Wait for a call's results; a worker that gives none, or no expected error, ends."""
+        """Wait for a call's results; end a worker without results or with an unexpected error.
+
+        Args:
+            worker: the worker that was called.
+            references: of the results, one for each of its processes.
+            method: its name, for the message.
+            seconds: longest wait.
+            expected: errors of the worker that the caller handles.
+
+        Raises:
+            asyncio.CancelledError: the worker was ended; its cause is the error.
+        """
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
@@ -327,7 +366,7 @@ class PoolManager:
     async def _send(
         self, worker: _Worker, weights: WeightUpdate, in_flight: InFlight
     ) -> BaseException | None:
-        """Have a worker take weights; return why it did not, and was ended."""
+        """Send weights to a worker; return why it did not, and was ended."""
         are_deltas = weights.is_delta_for(worker.version)
         with self._lock:
             references = self._cluster.call_all(
@@ -340,7 +379,8 @@ class PoolManager:
             if error.__cause__ is None or worker.description is None:
                 raise
             return error.__cause__
-        worker.version, worker.progressed_at = weights.version, time.monotonic()
+        worker.version = weights.version
+        worker.progressed_at = time.monotonic()
         return None
 
     async def _submit(
@@ -361,10 +401,11 @@ class PoolManager:
     ) -> None:
         with self._lock:
             # Before the outputs are delivered: who waits for the last of them reads these.
-            before, worker.counters = worker.counters, counters
+            has_computed = counters.num_forwards != worker.counters.num_forwards
+            worker.counters = counters
             self._dispatcher.deliver(worker.number, outputs)
-            now, is_idle = time.monotonic(), not self._dispatcher.load(worker.number)
-            has_computed = counters.num_forwards != before.num_forwards
+            now = time.monotonic()
+            is_idle = not self._dispatcher.load(worker.number)
             if has_computed or is_idle:
                 worker.progressed_at = now
             elif now - worker.progressed_at > self._timeout:
@@ -385,22 +426,25 @@ class PoolManager:
                 count = f"{self._num_failed_starts} workers in a row did not start; the last: "
                 self._fail(_dead(self._last_failure, count))
                 return
-            number, self._num_started = self._num_started, self._num_started + 1
+            number = self._num_started
+            self._num_started += 1
             handle, references = self._cluster.start_worker(*self._arguments)
-            worker = self._workers[number] = _Worker(number=number, handle=handle)
+            worker = _Worker(number=number, handle=handle)
+            self._workers[number] = worker
             worker.task = self._spawn(self._serve(worker, references))
 
     def _lose(self, worker: _Worker, error: Exception) -> None:
         """End a worker that raised, and count the start if it never worked."""
         with self._lock:
             if worker.number in self._workers and worker.description is None:
-                self._num_failed_starts, self._last_failure = self._num_failed_starts + 1, error
+                self._num_failed_starts += 1
+                self._last_failure = error
                 if isinstance(error, ValueError) and not self._first.done():
                     self._first.set_exception(error)
             self._end(worker, error_text(error))
 
     def _end(self, worker: _Worker, reason: str, *, is_dead: bool = True) -> None:
-        """Kill a worker; its sequences begin again elsewhere, and another takes its place."""
+        """Kill a worker; its sequences restart elsewhere, and another worker replaces it."""
         with self._lock:
             if self._workers.pop(worker.number, None) is None:
                 return
@@ -418,7 +462,11 @@ class PoolManager:
             self._dispatch()
 
     def _dispatch(self) -> None:
-        capacities = {w.number: d.capacity for w in self._usable() if (d := w.description)}
+        """Give waiting sequences to the workers; called with the lock."""
+        capacities: dict[int, int] = {}
+        for worker in self._usable():
+            if worker.description is not None:
+                capacities[worker.number] = worker.description.capacity
         idle = [number for number in capacities if not self._dispatcher.load(number)]
         for number, items in self._dispatcher.assign(capacities).items():
             worker = self._workers[number]
@@ -439,7 +487,7 @@ class PoolManager:
             self._cluster.call(worker.handle, "cancel", item_ids)
 
     def _fail(self, error: BaseException) -> None:
-        """Let all who wait raise; the first error is the pool's."""
+        """Make all waiting callers raise; the first error becomes the pool's."""
         with self._lock:
             self._fatal_error = self._fatal_error or error
             dead = error if isinstance(error, EngineDeadError) else _dead(error)

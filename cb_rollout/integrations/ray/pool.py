@@ -1,7 +1,7 @@
 """Sample rollouts on workers of a Ray cluster, with the interface of `RolloutGenerator`.
 
-Owns request ids, seeds and policy versions. Called from training code, on any thread; where
-several processes share a pool, on the training thread of each.
+Owns request ids, seeds and policy versions. Called from training code, on any thread; if several
+processes share a pool, on the training thread of each.
 """
 
 import time
@@ -16,8 +16,10 @@ import torch
 from torch import distributed
 
 from cb_rollout.config.combinations import refused
+from cb_rollout.config.compilation import require_compiled_so
 from cb_rollout.config.enums import InFlight, ReleaseCache, WeightSync
 from cb_rollout.config.hf import as_rollout_config, from_generation_config
+from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.request import Request
 from cb_rollout.engine.service.input_processor import InputProcessor
@@ -35,6 +37,8 @@ from cb_rollout.integrations.ray.weight_update import (
     require_base,
 )
 from cb_rollout.integrations.ray.worker import WorkerDescription
+from cb_rollout.metrics.live_metrics import Durations
+from cb_rollout.metrics.observer import observer
 from cb_rollout.metrics.registry import EngineCounters, EngineStatus, status_metrics
 from cb_rollout.rollout.batches import (
     BatchArguments,
@@ -48,7 +52,8 @@ from cb_rollout.rollout.batches import (
 )
 from cb_rollout.rollout.generator import measured
 from cb_rollout.rollout.progress import PROGRESS_SECONDS, ProgressBar
-from cb_rollout.rollout.prompts import Prompt, require_tokenizer
+from cb_rollout.rollout.prompts import Prompt, padding_of, require_tokenizer
+from cb_rollout.rollout.sampler import Sampler, SamplesByManager, TrainingRun
 from cb_rollout.types import GenerationOutput, SyncReport
 
 T = TypeVar("T")
@@ -58,20 +63,28 @@ def _nothing() -> None: ...
 
 
 class PoolMember:
-    """The manager of a shared pool in a process that has none of its workers."""
+    """The manager of a shared pool in a process other than the main one."""
 
     group = None
 
     def __init__(self, description: WorkerDescription, seed: int | None, tokenizer: Any) -> None:
         """Stand for a pool whose first worker is described."""
-        self.limits, self.defaults = description.limits, description.defaults
+        self.limits = description.limits
+        self.defaults = description.defaults
         self.routers = description.routers
         self.input_processor = InputProcessor(description.limits, seed, None, tokenizer)
         self.policy_version = 0
         self.counters = EngineCounters()
 
     def status(self) -> EngineStatus:
-        return EngineStatus(0, 0, 0, 0, 0, self.policy_version)
+        return EngineStatus(
+            requests_running=0,
+            requests_waiting=0,
+            kv_blocks_used=0,
+            kv_blocks=0,
+            kv_bytes=0,
+            policy_version=self.policy_version,
+        )
 
 
 class RolloutPool:
@@ -98,28 +111,30 @@ class RolloutPool:
     ) -> None:
         """Ask Ray for the workers, and wait for the first; the others join when they run.
 
-        With an `accelerator` the pool is one for all processes of a training. Each of them makes
-        it, and calls `generate_batch`, `sync_weights`, `resize` and `close` at the same places.
+        With an `accelerator`, all processes of a training share the pool. Each of them creates it,
+        and all call `generate_batch`, `sync_weights`, `resize` and `close` in the same order.
 
         Args:
             model_name_or_path: a checkpoint that every machine can read: a name on the Hub, or a
                 path of a shared file system.
             config: a `RolloutConfig`, or a transformers `ContinuousBatchingConfig`, of each worker.
-                A `tensor_parallel_size` above 1 splits each worker over so many actors.
-            num_workers: workers that should run.
+                A `tensor_parallel_size` above 1 splits each worker over that many actors.
+            num_workers: number of workers to run.
             tokenizer: allows prompts that are strings or chats, and stop strings.
-            resources_per_worker: of each actor, as `{"CPU": 4, "GPU": 1}`, other names being the
-                cluster's own; None: one GPU where the cluster has GPUs, else one CPU.
-            accelerator: a trainer's; its main process asks for the workers, and all processes share
-                them. None: the workers are this process's own.
-            weight_deltas: send a worker the bits of its weights that changed, compressed; on a slow
-                network. Where they are no fewer bytes, and to a late worker, whole weights.
-            peft_config: the trainer's own, of PEFT: workers run adapters unmerged, and a sync sends
-                these alone. None: a sync merges them, and sends whole weights.
-            timeout_seconds: longest wait for a worker's answer, for its fetch of new weights and
-                its write of them, or for a forward while it has work; then it is replaced.
-            start_timeout_seconds: longest start of a worker, and longest time in which work waits
-                and no worker runs.
+            resources_per_worker: resources of each actor, such as `{"CPU": 4, "GPU": 1}` or the
+                cluster's custom resources. None: one GPU if the cluster has GPUs, otherwise one
+                CPU.
+            accelerator: the trainer's accelerator. Its main process asks for the workers, and all
+                processes share them. None: the workers belong to this process.
+            weight_deltas: send workers only the changed bits of the weights, compressed; useful on
+                a slow network. Whole weights are sent if a delta is not smaller, and to late
+                workers.
+            peft_config: the trainer's PEFT config: workers run adapters unmerged, and a sync sends
+                only the adapters. None: a sync merges adapters, and sends whole weights.
+            timeout_seconds: maximum wait for a worker to answer, to fetch or write new weights, or
+                to compute a forward while it has work; then it is replaced.
+            start_timeout_seconds: maximum time for a worker to start, and maximum time that work
+                waits while no worker runs.
 
         Raises:
             ImportError: ray, or zstandard for deltas, is not installed.
@@ -131,18 +146,13 @@ class RolloutPool:
         if self.config.weight_sync == WeightSync.SHARED:
             raise refused("pool, shared weights")
         _require_workers(num_workers)
-        limits = {
-            "timeout_seconds": timeout_seconds,
-            "start_timeout_seconds": start_timeout_seconds,
-        }
-        for name, seconds in limits.items():
-            if not seconds > 0:
-                raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
+        _require_above_0("timeout_seconds", timeout_seconds)
+        _require_above_0("start_timeout_seconds", start_timeout_seconds)
         self.tokenizer = tokenizer
         if peft_config is not None and not hasattr(peft_config, "peft_type"):
             raise ConfigurationError(
-                f"peft_config={peft_config!r} is no config of PEFT; pass the trainer's own, as "
-                "LoraConfig(r=16)."
+                f"peft_config={peft_config!r} is not a PEFT config; pass the trainer's own, such "
+                "as LoraConfig(r=16)."
             )
         if peft_config is not None and self.config.tensor_parallel_size > 1:
             raise refused("pool, adapters split", size=self.config.tensor_parallel_size)
@@ -152,15 +162,26 @@ class RolloutPool:
             assert distributed.group.WORLD is not None, "accelerate made a process group"
             self._group = EngineGroup(distributed.group.WORLD)
         self._finalizer: Callable[[], Any] = _nothing
-        arguments = (model_name_or_path, self.config, tokenizer, peft_config)
-        start = partial(self._start, resources_per_worker, arguments, num_workers, *limits.values())
+        start = partial(
+            self._start,
+            resources=resources_per_worker,
+            arguments=(model_name_or_path, self.config, tokenizer, peft_config),
+            num_workers=num_workers,
+            timeout_seconds=timeout_seconds,
+            start_timeout_seconds=start_timeout_seconds,
+        )
         try:
             worker = self._on_main(start)
         except BaseException:
             self.close()
             raise
-        self._worker_tensors, self.defaults = worker.tensors, worker.defaults
-        self._base, self._merges_adapters = worker.base, peft_config is None
+        self._worker_tensors = worker.tensors
+        self.defaults = worker.defaults
+        self._generation_config = worker.generation_config
+        self._special_tokens = worker.special_tokens
+        self._engine = worker.config or self.config
+        self._base = worker.base
+        self._merges_adapters = peft_config is None
         if not self._is_main:
             self.manager: Any = PoolMember(worker, self.config.seed, tokenizer)
 
@@ -172,15 +193,26 @@ class RolloutPool:
         timeout_seconds: float,
         start_timeout_seconds: float,
     ) -> WorkerDescription:
+        """Ask for the workers, and wait for the first.
+
+        Args:
+            resources: of each actor; None: one GPU or one CPU.
+            arguments: those of `PoolWorker`.
+            num_workers: number of workers to run.
+            timeout_seconds: longest wait for a worker's answer.
+            start_timeout_seconds: longest start of a worker.
+        """
         self._cluster = Cluster(resources, self.config.tensor_parallel_size)
-        manager = self.manager = PoolManager(
+        manager = PoolManager(
             self._cluster, arguments, num_workers, timeout_seconds, start_timeout_seconds
         )
+        self.manager = manager
         self._finalizer = weakref.finalize(
             self, manager.close, EngineDeadError("the pool was closed; make another one.")
         )
         worker = manager.first_description()
-        manager.defaults, manager.routers = worker.defaults, worker.routers
+        manager.defaults = worker.defaults
+        manager.routers = worker.routers
         serving = replace(worker.limits, max_cached_tokens=manager.max_cached_tokens)
         manager.input_processor = InputProcessor(serving, self.config.seed, None, self.tokenizer)
         return worker
@@ -190,8 +222,12 @@ class RolloutPool:
         """True if several processes roll out together."""
         return self._group is not None
 
+    def sampler_for(self, run: TrainingRun) -> "PooledGenerator":
+        """Return the sampler of a trainer, whose weights it sends; see `attach`."""
+        return PooledGenerator(self, run.model, run.generation_config)
+
     def require_own(self, sampler: str) -> None:
-        """Raise `ConfigurationError` where processes share the pool, and each samples by itself."""
+        """Raise `ConfigurationError` if processes share the pool but each would sample alone."""
         if self.is_shared:
             raise refused("pool, several processes", sampler=sampler)
 
@@ -200,7 +236,7 @@ class RolloutPool:
         return self._group is None or self._group.group_rank == 0
 
     def _on_main(self, work: Callable[[], T], others: Callable[[], Any] = _nothing) -> T:
-        """Work in the main process, and do `others` in those beside it; all get result or error."""
+        """Run one call in the main process and `others` in the rest; all get result or error."""
         if self._group is None:
             return work()
         try:
@@ -228,7 +264,18 @@ class RolloutPool:
         """Sample completions of many prompts, as `RolloutGenerator.generate_batch` does.
 
         Several threads may call it at once. `timestamps` are `created_time` plus the seconds since
-        the sequence came to its worker.
+        the sequence reached its worker.
+
+        Args:
+            inputs: prompts; with a tokenizer also texts and chats.
+            generation_config: defaults of this call; None: the checkpoint's, or the trainer's.
+            sampling_params: one for all inputs, or one per input; None: the generation config's.
+            num_return_sequences: completions per input; None: the generation config's, else 1.
+            max_new_tokens: one for all inputs, or one per input; overrides `sampling_params` and
+                `generation_config`.
+            progress_bar: draw a bar; None: in a terminal or a notebook.
+            record_timestamps: record the time at which each token was sampled.
+            on_error: "raise", or "return" failed sequences among the outputs.
 
         Raises:
             InvalidRequestError: an input or a sampling parameter is refused; nothing was generated.
@@ -236,29 +283,43 @@ class RolloutPool:
             EngineDeadError: no worker can run, or the pool was closed.
         """
         with broadcast_refusal(self._group):
+            require_compiled_so(self._engine, generation_config)
             batch = batch_arguments(
                 inputs,
                 generation_config,
                 tokenizer=self.tokenizer,
                 defaults=self.manager.defaults,
+                engine=self.config,
+                padding=padding_of(
+                    generation_config,
+                    self.tokenizer,
+                    self._generation_config,
+                    self._special_tokens,
+                ),
+                own_generation_config=self._generation_config,
                 sampling_params=sampling_params,
                 num_return_sequences=num_return_sequences,
                 max_new_tokens=max_new_tokens,
                 record_timestamps=record_timestamps,
                 on_error=on_error,
             )
-        batches, rank = gathered(self._group, batch)
-        outputs = self._on_main(partial(self._roll_out, batches, progress_bar))[rank]
-        if on_error == "raise":
-            require_finished(outputs)
+        with observer().span("rollout", policy_version=self.policy_version) as span:
+            batches, rank = gathered(self._group, batch)
+            outputs = self._on_main(partial(self._roll_out, batches, progress_bar))[rank]
+            span.set(sequences=len(outputs))
+            if on_error == "raise":
+                require_finished(outputs)
         return outputs
 
     def join(self) -> None:
         """Roll out with the other processes until all of them have called this.
 
-        As `RolloutGenerator.join`; where no process shares the pool it does nothing.
+        See `RolloutGenerator.join`. Does nothing if the pool is not shared.
         """
-        while self.is_shared and any(batches := gathered(self._group, None)[0]):
+        while self.is_shared:
+            batches, _ = gathered(self._group, None)
+            if not any(batches):
+                return
             self._on_main(partial(self._roll_out, batches))
 
     def _roll_out(
@@ -280,7 +341,7 @@ class RolloutPool:
         return self._on_main(lambda: self.manager.num_alive)
 
     def resize(self, num_workers: int) -> None:
-        """Change the number of workers that should run; nothing that is sampled is lost.
+        """Change the number of workers; sequences in flight are not lost.
 
         Raises:
             ConfigurationError: `num_workers` is below 1.
@@ -298,14 +359,15 @@ class RolloutPool:
         """Sample from these weights from now on, under the next policy version.
 
         Weights go to the object store once, and from there to each machine once. A worker writes
-        them between two forwards, so that none samples from a mixture; one that does not take them
-        is replaced. A call of another thread waits. Each trainer needs a pool of its own.
+        them between two forwards, so it never samples from partly updated weights. A worker that
+        fails to take them is replaced. Calls from other threads wait. Each trainer needs its own
+        pool.
 
         Args:
-            weights: the training module, wrapped or not, with its adapters added out of place, or
-                with a `peft_config` these alone; or a state dict of the workers' model. On its way
-                each tensor is cast to the workers' dtype. Of a module that FSDP or ZeRO-3 shards,
-                every process gathers a bucket at a time.
+            weights: the training module, wrapped or not; its adapters are merged out of place, or
+                with a `peft_config` only they are sent. Or a state dict of the workers' model. Each
+                tensor is cast to the workers' dtype. If FSDP or ZeRO-3 shards the module, all
+                processes gather one bucket at a time.
             in_flight: treatment of unfinished sequences; see `ContinuousBatchingManager.pause`.
 
         Returns:
@@ -313,8 +375,8 @@ class RolloutPool:
 
         Raises:
             ConfigurationError: `in_flight` is unknown.
-            WeightSyncError: the tensors are not the workers', or no worker took them. The pool
-                keeps its weights and its version.
+            WeightSyncError: the tensors do not match the workers' model, or no worker took them.
+                The pool keeps its weights and its version.
             EngineDeadError: no worker can run, or the pool was closed.
         """
         started = time.perf_counter()
@@ -339,7 +401,9 @@ class RolloutPool:
             # References are the main process's.
             return replace(update, references=(), deltas=())
 
-        update = self._on_main(send, lambda: deque(values, maxlen=0))
+        with observer().span("sync", in_flight=str(in_flight)) as span:
+            update = self._on_main(send, lambda: deque(values, maxlen=0))
+            span.set(policy_version=update.version, bytes_copied=update.num_bytes)
         if not self._is_main:
             self.manager.policy_version = update.version
         return SyncReport(update.version, time.perf_counter() - started, update.num_bytes)
@@ -347,21 +411,27 @@ class RolloutPool:
     def _stored(
         self, values: Iterable[tuple[WorkerTensor, torch.Tensor]], last: WeightUpdate
     ) -> WeightUpdate:
-        """Put weights into the object store, and their deltas to the last ones where wanted."""
-        put, before = self._cluster.put, dict(zip(last.tensors, last.references, strict=True))
-        tensors, references, deltas, delta_bytes = [], [], [], 0
+        """Put weights into the object store, and their deltas to the last version if enabled."""
+        last_references = dict(zip(last.tensors, last.references, strict=True))
+        tensors = []
+        references = []
+        deltas = []
+        delta_bytes = 0
         for tensor, value in values:
             array = bytes_of(value, tensor.dtype)
             tensors.append(tensor)
-            references.append(put(array))
-            if self._codec is not None and tensor in before:
-                delta = self._codec.delta(tensor, array, self._cluster.get(before[tensor]))
-                deltas.append(put(delta))
+            references.append(self._cluster.put(array))
+            if self._codec is not None and tensor in last_references:
+                last_array = self._cluster.get(last_references[tensor])
+                delta = self._codec.delta(tensor, array, last_array)
+                deltas.append(self._cluster.put(delta))
                 delta_bytes += delta.nbytes
         # What a late worker needs, and one whose weights are no version before, is whole.
         update = WeightUpdate(last.version + 1, tensors, references)
-        is_smaller = len(deltas) == len(tensors) and delta_bytes < update.num_bytes
-        return replace(update, deltas=deltas, delta_bytes=delta_bytes) if is_smaller else update
+        has_all_deltas = len(deltas) == len(tensors)
+        if not has_all_deltas or delta_bytes >= update.num_bytes:
+            return update
+        return replace(update, deltas=deltas, delta_bytes=delta_bytes)
 
     def close(self) -> None:
         """End all workers, and wait for their processes on this machine."""
@@ -369,8 +439,8 @@ class RolloutPool:
 
     def __reduce__(self) -> NoReturn:
         raise RolloutError(
-            "a RolloutPool has a thread and workers, so it is neither pickled nor copied; make "
-            "another of its arguments."
+            "a RolloutPool owns a thread and workers, so it cannot be pickled or copied; make a "
+            "new pool with the same arguments."
         )
 
     def __enter__(self) -> Self:
@@ -398,7 +468,7 @@ class RolloutPool:
         return finished
 
 
-class PooledGenerator:
+class PooledGenerator(SamplesByManager, Sampler):
     """A pool as the generator of one model in training."""
 
     def __init__(
@@ -411,27 +481,41 @@ class PooledGenerator:
 
         Args:
             pool: samples.
-            model: the training module, whose weights `sync_weights` sends; None: another way does.
+            model: the training module, whose weights `sync_weights` sends; None: the caller sends
+                them.
             generation_config: defaults of every request; None: the checkpoint's.
         """
-        self.config, self.tokenizer = pool.config, pool.tokenizer
-        is_released = self.config.release_cache == ReleaseCache.WITH_WEIGHTS
-        for fault, advice, is_so in (
-            ("return_logprobs=False", "leave it True", not self.config.return_logprobs),
-            ("release_cache='with_weights'", "use 'between_steps'", is_released),
-        ):
-            if is_so:
-                raise refused("pool, trainer's needs", fault=fault, advice=advice)
-        self.pool, self._model = pool, model
-        self.manager = pool.manager
+        self._config = pool.config
+        self.tokenizer = pool.tokenizer
+        _require_trainers_needs(self._config)
+        self.pool = pool
+        self._model = model
         self._generation_config: Any = None
         if generation_config is not None:
             self.set_generation_config(generation_config)
         self._last_metrics: dict[str, float] = {}
+        self._durations = Durations()
+
+    @property
+    def manager(self) -> Any:
+        return self.pool.manager
+
+    @property
+    def config(self) -> RolloutConfig:
+        return self._config
+
+    @property
+    def durations(self) -> Durations:
+        """Durations in the trainer's process; workers have different clocks."""
+        return self._durations
+
+    def require_strategy_support(self) -> None:
+        """Refuse a pool that several processes share."""
+        self.pool.require_own("a strategy")
 
     def set_generation_config(self, generation_config: Any) -> None:
-        """Take other defaults for all requests from now on."""
-        self.manager.defaults = from_generation_config(generation_config)
+        """Set the defaults of all requests from now on."""
+        self.manager.defaults = from_generation_config(generation_config, self.config)
         self._generation_config = generation_config
 
     @property
@@ -471,13 +555,8 @@ class PooledGenerator:
         assert self._model is not None, "no module to send"
         return self.pool.sync_weights(self._model, in_flight=in_flight)
 
-    def sleep(self, level: int = 1) -> None:
-        """Do nothing: the workers' memory and models are not the trainer's."""
-
-    wake = lend_to_trainer = sleep
-
     def close(self) -> None:
-        """Give the pool its own sampling parameters back; it stays open."""
+        """Restore the pool's own sampling parameters; the pool stays open."""
         self.manager.defaults = self.pool.defaults
 
     def __enter__(self) -> Self:
@@ -485,6 +564,24 @@ class PooledGenerator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _require_above_0(name: str, seconds: float) -> None:
+    if not seconds > 0:
+        raise ConfigurationError(f"{name}={seconds!r} is not above 0.")
+
+
+def _require_trainers_needs(config: RolloutConfig) -> None:
+    """Raise `ConfigurationError` for a setting with which a pool cannot sample for a trainer."""
+    if not config.return_logprobs:
+        fault = "return_logprobs=False"
+        advice = "leave it True"
+    elif config.release_cache == ReleaseCache.WITH_WEIGHTS:
+        fault = "release_cache='with_weights'"
+        advice = "use 'between_steps'"
+    else:
+        return
+    raise refused("pool, trainer's needs", fault=fault, advice=advice)
 
 
 def _require_workers(num_workers: int) -> None:

@@ -8,7 +8,7 @@ import importlib
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.fsdp import local_part
 from cb_rollout.compat.tensor_parallel import split_of
 from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.errors import WeightSyncError, abbreviated
 from cb_rollout.weights.adapters import scalings_of
 from cb_rollout.weights.replica import mismatches, tensors_by_name
@@ -83,17 +83,19 @@ def worker_tensors(
     model: torch.nn.Module, *, merges_adapters: bool = True
 ) -> tuple[WorkerTensor, ...]:
     """List the tensors that a whole, plain model takes, or else the parameters that train."""
-    weights = weights_of(model, lambda tensor: tensor, merges_adapters=merges_adapters)
-    return tuple(map(_description, weights if merges_adapters else _trained(weights)))
+    weights = _chosen_weights(model, lambda tensor: tensor, merges_adapters)
+    return tuple(map(_description, weights))
 
 
 def adapter_base(model: torch.nn.Module) -> AdapterBase:
     """Describe the frozen parameters and the scalings of a worker's model."""
     weights = weights_of(model, lambda tensor: tensor, merges_adapters=False)
     trained = _trained(weights)
-    frozen = [weight for weight in weights if weight not in trained and not weight.is_buffer]
-    sums = {_description(weight): _checksum(weight.base, weight.base.dtype) for weight in frozen}
-    return AdapterBase(sums, scalings_of(model))
+    checksums: dict[WorkerTensor, int] = {}
+    for weight in weights:
+        if weight not in trained and not weight.is_buffer:
+            checksums[_description(weight)] = _checksum(weight.base, weight.base.dtype)
+    return AdapterBase(checksums, scalings_of(model))
 
 
 def require_base(model: torch.nn.Module, base: AdapterBase) -> None:
@@ -102,22 +104,40 @@ def require_base(model: torch.nn.Module, base: AdapterBase) -> None:
     Raises:
         WeightSyncError: frozen weights or scalings differ; they are named.
     """
-    plain, source = hf_compat.unwrap(model), create_source(model)
+    module = ModelFacts.of(model).module
+    source = create_source(model)
     dtypes = {tensor.names: tensor.dtype for tensor in base.checksums}
-    weights = weights_of(plain, source.stored, merges_adapters=False)
+    weights = weights_of(module, source.stored, merges_adapters=False)
     shared = [weight for weight in weights if weight.names in dtypes]
+    checksums: dict[tuple[str, ...], int] = {}
     with torch.no_grad(), devices.plain_modes():
         values = values_of(shared, source, lambda weight: (dtypes[weight.names], None))
-        sums = {w.names: _checksum(value, dtypes[w.names]) for w, value in values}
-    own = scalings_of(plain)
-    faults = [t.names[0] for t, checksum in base.checksums.items() if sums.get(t.names) != checksum]
-    faults += [name for name, factor in base.scalings.items() if own.get(name) != factor]
+        for weight, value in values:
+            checksums[weight.names] = _checksum(value, dtypes[weight.names])
+    scalings = scalings_of(module)
+    faults = []
+    for tensor, checksum in base.checksums.items():
+        if checksums.get(tensor.names) != checksum:
+            faults.append(tensor.names[0])
+    for name, factor in base.scalings.items():
+        if scalings.get(name) != factor:
+            faults.append(name)
     if faults:
         raise WeightSyncError(
-            f"{len(faults)} frozen weights or adapter scalings are not the workers': "
-            f"{abbreviated(faults)}; nothing was sent. Make the pool of the trainer's own "
-            "checkpoint and peft_config; without peft_config whole weights are sent."
+            f"{len(faults)} frozen weights or adapter scalings differ from the workers': "
+            f"{abbreviated(faults)}; nothing was sent. Make the pool from the trainer's own "
+            "checkpoint and peft_config; without peft_config, a sync sends whole weights."
         )
+
+
+def _chosen_weights(
+    model: torch.nn.Module,
+    stored: Callable[[torch.Tensor], torch.Tensor],
+    merges_adapters: bool,
+) -> Sequence[Weight]:
+    """Return all weights of a model, with the tensors of `stored`, or only those that train."""
+    weights = weights_of(model, stored, merges_adapters=merges_adapters)
+    return weights if merges_adapters else _trained(weights)
 
 
 def _trained(weights: Sequence[Weight]) -> list[Weight]:
@@ -126,7 +146,12 @@ def _trained(weights: Sequence[Weight]) -> list[Weight]:
 
 def _description(weight: Weight) -> WorkerTensor:
     base = weight.base
-    return WorkerTensor(weight.names, tuple(base.shape), base.dtype, weight.is_buffer)
+    return WorkerTensor(
+        names=weight.names,
+        shape=tuple(base.shape),
+        dtype=base.dtype,
+        is_buffer=weight.is_buffer,
+    )
 
 
 def _checksum(value: torch.Tensor, dtype: torch.dtype) -> int:
@@ -195,22 +220,28 @@ class DeltaCodec:
 def _values_of_module(
     model: torch.nn.Module, expected: Sequence[WorkerTensor], merges_adapters: bool
 ) -> Iterator[tuple[WorkerTensor, torch.Tensor]]:
-    plain, source = hf_compat.unwrap(model), create_source(model)
-    register_head(plain)
-    weights = weights_of(plain, source.stored, merges_adapters=merges_adapters)
-    weights = weights if merges_adapters else _trained(weights)
-    by_name = {name: weight for weight in weights for name in weight.names}
-    _require_match(expected, {name: tuple(source.shape(w.base)) for name, w in by_name.items()})
+    module = ModelFacts.of(model).module
+    source = create_source(model)
+    register_head(module)
+    by_name: dict[str, Weight] = {}
+    for weight in _chosen_weights(module, source.stored, merges_adapters):
+        for name in weight.names:
+            by_name[name] = weight
+    shapes = {name: tuple(source.shape(weight.base)) for name, weight in by_name.items()}
+    _require_match(expected, shapes)
+    chosen: list[Weight] = []
+    dtypes: dict[Weight, torch.dtype] = {}
     for tensor in expected:
         weight = by_name[tensor.names[0]]
-        if untied := [name for name in tensor.names if by_name[name] is not weight]:
+        chosen.append(weight)
+        dtypes[weight] = tensor.dtype
+        untied = [name for name in tensor.names if by_name[name] is not weight]
+        if untied:
             raise WeightSyncError(
                 f"{tensor.names[0]} and {', '.join(untied)} are one tensor in the workers' model "
-                "and several in the training module; save the module as it is now, and make a "
-                "new pool of that checkpoint."
+                "but several in the training module; save the module as it is now, and make a new "
+                "pool from that checkpoint."
             )
-    chosen = [by_name[tensor.names[0]] for tensor in expected]
-    dtypes = {weight: tensor.dtype for weight, tensor in zip(chosen, expected, strict=True)}
     values = values_of(chosen, source, lambda weight: (dtypes[weight], None))
     for tensor, (_, value) in zip(expected, values, strict=True):
         yield tensor, value
@@ -235,36 +266,46 @@ def _values_of_state_dict(
         first, *others = sent
         if any(other is not first and not torch.equal(other, first) for other in others):
             raise WeightSyncError(
-                f"{' and '.join(tensor.names)} are one tensor in the workers' model and differ in "
-                "the state dict; make a new pool of a checkpoint in which they are not tied."
+                f"{' and '.join(tensor.names)} are one tensor in the workers' model but differ in "
+                "the state dict; make a new pool from a checkpoint in which they are not tied."
             )
         yield tensor, first
 
 
 def _require_match(expected: Sequence[WorkerTensor], given: Mapping[str, tuple[int, ...]]) -> None:
-    shapes = {name: tensor.shape for tensor in expected for name in tensor.names}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in expected:
+        shapes |= dict.fromkeys(tensor.names, tensor.shape)
     texts = ("not given", "not in the workers' model", "{} given, {} in the workers' model")
-    if faults := mismatches(given, shapes, *texts):
+    faults = mismatches(given, shapes, *texts)
+    if faults:
         raise WeightSyncError(
             f"{len(faults)} tensors do not match the workers' model; nothing was sent. Make the "
-            "pool of the trainer's own checkpoint and peft_config, if it has one. A state dict has "
-            "the names of the plain model, or of its adapters:\n  " + abbreviated(faults, "\n  ")
+            "pool from the trainer's own checkpoint, and its peft_config if it has one. A state "
+            "dict must use the names of the plain model, or of its adapters:\n  "
+            + abbreviated(faults, "\n  ")
         )
 
 
 def counterparts(update: WeightUpdate, model: PreTrainedModel) -> list[torch.Tensor]:
     """Return a model's tensor for each sent one; refuse weights of another model."""
-    held = tensors_by_name(model)
-    found = [held.get(tensor.names[0]) for tensor in update.tensors]
-    pairs = zip(update.tensors, found, strict=True)
-    faults = [sent.names[0] for sent, own in pairs if own is None or own.shape != sent.shape]
+    by_name = tensors_by_name(model)
+    tensors = []
+    faults = []
+    for sent in update.tensors:
+        name = sent.names[0]
+        tensor = by_name.get(name)
+        if tensor is None or tensor.shape != sent.shape:
+            faults.append(name)
+        else:
+            tensors.append(tensor)
     if faults:
         raise WeightSyncError(
             f"weights of version {update.version} are of another model: this worker has no "
             f"tensor of the same shape for {abbreviated(faults)}. Nothing was written; "
             "make the pool of one checkpoint that does not change."
         )
-    return [own for own in found if own is not None]
+    return tensors
 
 
 def write_weights(
@@ -280,12 +321,17 @@ def write_weights(
         # An object store's memory is read-only, and it is only read here.
         warnings.filterwarnings("ignore", message="The given .* is not writable")
         for sent, array, tensor in zip(update.tensors, arrays, tensors, strict=True):
-            split, own = split_of(tensor), local_part(tensor)
-            whole = torch.from_numpy(array) if codec is None else codec.changed(sent, array)
+            if codec is None:
+                content = torch.from_numpy(array)
+            else:
+                content = codec.changed(sent, array)
             # Bits of one element stay together where a tensor is cut.
             bits = BITS[sent.dtype.itemsize]
-            value = whole.view(bits).reshape(sent.shape)
-            value = value if split is None else split.part(value)
+            value = content.view(bits).reshape(sent.shape)
+            split = split_of(tensor)
+            if split is not None:
+                value = split.part(value)
+            local = local_part(tensor)
             if codec is not None:
-                value = own.view(bits) ^ value.to(own.device)
-            own.copy_(value.view(sent.dtype))
+                value = local.view(bits) ^ value.to(local.device)
+            local.copy_(value.view(sent.dtype))

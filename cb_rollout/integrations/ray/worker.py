@@ -1,8 +1,9 @@
-"""Sample sequences in a worker's process, and report those that ended.
+"""Sample sequences in a worker's process, and report the finished ones.
 
-Owns one engine and its copy of the weights, or a shard of both. Chooses no sequence and imports no
-Ray. Each method is called from any thread of the worker's process; `report` by one at a time. The
-shards of a worker get equal submissions and updates in the same order; the first one reports.
+Owns one engine and its copy of the weights, or a shard of both. Does not choose sequences and does
+not import Ray. Any thread of the worker's process may call any method, but only one at a time calls
+`report`. A worker that is split over processes has a shard in each. All shards get the same
+submissions and updates in the same order, and the first shard reports.
 """
 
 import math
@@ -18,11 +19,11 @@ import numpy as np
 from torch import distributed
 
 from cb_rollout.compat.torch import release_workers
-from cb_rollout.compat.transformers import unwrap
 from cb_rollout.config.enums import InFlight, WeightSync
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.images.prompt_images import PromptImages
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.service.input_processor import ServingLimits
 from cb_rollout.engine.service.output_queue import OutputQueue, OutputSink
@@ -39,6 +40,7 @@ from cb_rollout.integrations.ray.weight_update import (
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.rollout.checkpoint import load_model
 from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.rollout.prompts import SpecialTokens, special_tokens_of
 from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.adapters import with_adapters
 
@@ -46,7 +48,7 @@ from cb_rollout.weights.adapters import with_adapters
 # milliseconds from the thread that computes, and from every core on a CPU.
 REPORT_GAP_SECONDS = 0.1
 
-# Sequences of a worker, in terms of those that run together: the next wait in its own queue.
+# A worker gets this many times the sequences that run together; the others wait in its queue.
 WAITING_FACTOR = 1.25
 
 
@@ -60,7 +62,7 @@ class WorkItem:
     params: SamplingParams
     seed: int
     group: int | None
-    """Number that sequences of one prompt share."""
+    """Number shared by the sequences of one prompt."""
     records_timestamps: bool
     images: PromptImages | None = None
     """Images of the prompt, one object for its group; None: it has none."""
@@ -68,20 +70,26 @@ class WorkItem:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """Limits of a worker's engine, and the tensors that updates bring."""
+    """Limits of a worker's engine, and the tensors that an update sends."""
 
     limits: ServingLimits
-    """Those of now: what they return does not change."""
+    """The limits at the time of this description; their functions return constants."""
     defaults: SamplingParams
     """Sampling parameters of the model's generation config."""
     capacity: int
-    """Sequences that it should hold, running and waiting."""
+    """Number of sequences, running and waiting, that keep the worker busy."""
     tensors: tuple[WorkerTensor, ...]
     base: AdapterBase | None
-    """Rest of the model, where updates bring adapters alone; None: they bring all."""
+    """The frozen base if updates send only adapters; None: they send all weights."""
     routers: Routers | None
-    """Those whose choices are recorded; None: `router_replay` is off."""
+    """The routers whose choices are recorded; None: `router_replay` is off."""
     process_id: int
+    generation_config: Any = None
+    """The checkpoint's generation config; None: it has none."""
+    special_tokens: SpecialTokens | None = None
+    """Special tokens from the model's config, whose class the pool's process may lack."""
+    config: RolloutConfig | None = None
+    """Settings of the worker's engine; some may come from the generation config."""
 
 
 class _NoOutputs(OutputSink):
@@ -104,28 +112,29 @@ class PoolWorker:
     ) -> None:
         """Load the checkpoint onto this process's device, and start the engine.
 
-        Where the config splits a worker, each process of torch.distributed's group loads a shard.
-        With a `peft_config` the model gets adapters, which run unmerged and which updates bring.
+        If the config splits a worker, each process of torch.distributed's group loads a shard. With
+        a `peft_config`, the model gets adapters that run unmerged, and updates send only these.
 
         Raises:
             ConfigurationError: the model or a setting is refused.
         """
         size = config.tensor_parallel_size
-        model: Any = load_model(
-            model_name_or_path, config.rollout_dtype, tensor_parallel_size=size
-        ).requires_grad_(False)
+        model: Any = load_model(model_name_or_path, config.rollout_dtype, tensor_parallel_size=size)
+        model.requires_grad_(False)
         self._base: AdapterBase | None = None
+        module = ModelFacts.of(model).module
         if peft_config is not None:
             model = with_adapters(model, peft_config).eval()
-            self._base = adapter_base(unwrap(model))
-        self._tensors = worker_tensors(unwrap(model), merges_adapters=peft_config is None)
+            self._base = adapter_base(module)
+        self._tensors = worker_tensors(module, merges_adapters=peft_config is None)
         model.requires_grad_(False)
         # The pool bounds the load.
-        own = replace(
+        engine_config = replace(
             config, weight_sync=WeightSync.SHARED, max_queue_size=0, tensor_parallel_size=1
         )
         self._max_items = config.max_queue_size
-        self._generator = RolloutGenerator(model, own, tokenizer=tokenizer)
+        self._generator = RolloutGenerator(model, engine_config, tokenizer=tokenizer)
+        self._special_tokens = special_tokens_of(module.config)
         self._manager = self._generator.manager
         self._outputs = OutputQueue()
         is_first = size == 1 or distributed.get_rank() == 0
@@ -147,6 +156,8 @@ class PoolWorker:
                 limits,
                 vocab_size=partial(int, limits.vocab_size()),
                 max_cached_tokens=partial(int, limits.max_cached_tokens()),
+                # A sync sends the weights of the active adapters alone.
+                adapters=tuple,
             ),
             defaults=self._manager.defaults,
             capacity=min(capacity, self._max_items or capacity),
@@ -154,6 +165,9 @@ class PoolWorker:
             base=self._base,
             routers=self._manager.routers,
             process_id=os.getpid(),
+            generation_config=self._manager.generation_config,
+            special_tokens=self._special_tokens,
+            config=self._manager.config,
         )
 
     def submit(self, items: Sequence[WorkItem]) -> None:
@@ -171,14 +185,16 @@ class PoolWorker:
                 records_timestamps=item.records_timestamps,
                 keeps_refused=True,
             )
-            request.seed, request.group, request.images = item.seed, item.group, item.images
+            request.seed = item.seed
+            request.group = item.group
+            request.images = item.images
             if request.status.is_final:
                 self._sink.put(request.output())
                 continue
             requests.append(request)
         self._manager.check_images(requests)
         with self._lock:
-            self._running |= {request.request_id for request in requests}
+            self._running.update(request.request_id for request in requests)
             self._manager.submit(requests, self._sink)
             self._manager.cancel_requests(list(self._cancelled & self._running))
             self._cancelled -= self._running
@@ -190,7 +206,7 @@ class PoolWorker:
             self._manager.cancel_requests(item_ids)
 
     def report(self, seconds: float) -> tuple[list[GenerationOutput], EngineCounters]:
-        """Wait for an item to end, at most `seconds`; return those that did, and the totals so far.
+        """Wait at most `seconds` for an item to end; return all ended items, and the totals so far.
 
         An output's `request_id` is the item's id, and its times are seconds since the item arrived.
         The totals lack the peak. `EngineDeadError`: the engine stopped on an exception.
@@ -200,8 +216,10 @@ class PoolWorker:
         end = time.monotonic() + REPORT_GAP_SECONDS
         while output is not None:
             outputs.append(output)
-            is_last = len(self._running) <= len(outputs)
-            output = self._outputs.take(timeout=0.0 if is_last else max(0, end - time.monotonic()))
+            timeout = 0.0
+            if len(self._running) > len(outputs):
+                timeout = max(0.0, end - time.monotonic())
+            output = self._outputs.take(timeout=timeout)
         self._manager.loop.require_alive()
         with self._lock:
             self._running.difference_update(output.request_id for output in outputs)
@@ -218,7 +236,8 @@ class PoolWorker:
     ) -> None:
         """Write new weights between two forwards, and stamp later tokens with their version.
 
-        A write that raises ends the process: no token is sampled from a mixture of weights.
+        If a write raises, the process ends, so that no token is sampled from partly updated
+        weights.
 
         Raises:
             WeightSyncError: the weights are of another model; none is written.
@@ -236,10 +255,19 @@ class PoolWorker:
 
 
 def _without_clock(output: GenerationOutput) -> GenerationOutput:
-    """Return times since the arrival: clocks of two machines have nothing in common.
+    """Return an output with times relative to its arrival, since machines' clocks differ.
 
-    The pool has the images.
+    Images are left out, because the pool has them.
     """
-    began, times = output.created_time, output.timestamps
-    times = None if times is None else [moment - began for moment in times]
-    return replace(output, created_time=0.0, timestamps=times, images=None)
+    began = output.created_time
+    admitted, ended = output.lifespan
+    timestamps = None
+    if output.timestamps is not None:
+        timestamps = [moment - began for moment in output.timestamps]
+    return replace(
+        output,
+        created_time=0.0,
+        lifespan=(admitted - began, ended - began),
+        timestamps=timestamps,
+        images=None,
+    )

@@ -24,14 +24,14 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.numerics.bitwise import bitwise
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.concurrent_tools import ConcurrentTools
-from cb_rollout.integrations.ray.pool import RolloutPool
+from cb_rollout.integrations.data_checks import require_renderable_prompts
 from cb_rollout.integrations.trl import on_policy, upstream
 from cb_rollout.integrations.trl.backend import (
-    GENERATION_MODE,
-    AttachedGenerator,
+    LOADED,
     GenerationBackend,
-    create_generator,
+    create_sampler,
     require_backend,
+    sampler_source,
     trains_split_model,
 )
 from cb_rollout.integrations.trl.guard import require_one_distribution, warn_of_bias
@@ -44,8 +44,7 @@ from cb_rollout.integrations.trl.scoring import (
     TrainerScoring,
     require_known_ends,
 )
-from cb_rollout.rollout.distributed import create_failure_watch
-from cb_rollout.rollout.saved import SavedRollouts
+from cb_rollout.rollout.sampler import Sampler
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
@@ -53,8 +52,12 @@ TESTED_VERSIONS = "trl>=1.16,<2"
 USED_ATTRIBUTES = ("generation_config", "state", "accelerator", "model_wrapped")
 SCORED_ATTRIBUTES = ("use_vllm", "vllm_mode", "_metrics")
 SCORED_METHODS = (
-    *("_generate_single_turn", "_generate", "_generate_and_score_completions"),
-    *("_calculate_rewards", "_get_per_token_logps_and_entropies", "compute_loss"),
+    "_generate_single_turn",
+    "_generate",
+    "_generate_and_score_completions",
+    "_calculate_rewards",
+    "_get_per_token_logps_and_entropies",
+    "compute_loss",
 )
 LOGPROBS_ARGUMENTS = ["model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
 GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"]
@@ -62,115 +65,91 @@ GENERATE_ARGUMENTS = ["self", "prompts", "images", "num_generations", "profiler"
 
 def attach(
     trainer: Any, config: Any = None, *, token_advantages: TokenAdvantages | None = None
-) -> AttachedGenerator:
-    """Make a stock on-policy trainer of TRL generate through cb_rollout.
+) -> Sampler:
+    """Make a stock on-policy trainer of TRL generate with cb_rollout.
 
-    Training, evaluation, tools and environments all use it. With a `GRPOTrainer` or `RLOOTrainer`
+    This covers training, evaluation, tools and environments. With a `GRPOTrainer` or `RLOOTrainer`,
     the sampled log-probabilities go into TRL's own importance-sampling correction, under TRL's own
-    metric names. Of `DistillationTrainer`, `GOLDTrainer`, `IWOPDTrainer`, `OnlineDPOTrainer`,
-    `SDFTTrainer` and `SDPOTrainer` it replaces generation alone.
+    metric names. With `DistillationTrainer`, `GOLDTrainer`, `IWOPDTrainer`, `OnlineDPOTrainer`,
+    `SDFTTrainer` and `SDPOTrainer`, only generation is replaced.
 
     Args:
-        trainer: constructed with `use_vllm=False`, not yet training.
+        trainer: created with `use_vllm=False`, and not training yet.
         config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
-            the trainer's. Or a `RolloutPool` of the trainer's checkpoint, which has a config and
-            stays open: its workers get the weights before each rollout. Or `SavedRollouts`.
-        token_advantages: under GRPO, called with the batch's `LossRow`s and the trainer's
-            advantages, (B,); returns advantages of tokens, (B, T), with T tokens of the longest
-            completion. None: a row's tokens have its own.
+            the trainer's. Or a `RolloutPool` of the trainer's checkpoint, which has its own config:
+            its workers get the weights before each rollout, and `detach` leaves it open. Or
+            `SavedRollouts`.
+        token_advantages: GRPO only: a function of the batch's `LossRow`s and the trainer's
+            advantages, (B,), that returns an advantage per token, float (B, T), where T is the
+            length of the longest completion. None: all tokens of a row have the row's advantage.
 
     Returns:
-        The generator; its `generate_batch` may also be called outside of training.
+        The generator; you may also call its `generate_batch` outside of training.
 
     Raises:
-        ConfigurationError: the trainer, a setting or this TRL release is not supported.
+        ConfigurationError: the trainer, a setting or this TRL version is not supported.
     """
     seam = on_policy.seam_of(trainer)
     _require_supported(trainer, seam)
     is_grpo = isinstance(trainer, upstream.GRPOTrainer)
     if token_advantages is not None and not is_grpo:
         raise refused("token advantages, trainer", trainer=type(trainer).__name__)
+    source = sampler_source(config)
     if seam is not None:
-        return _attach_generation(trainer, config, seam)
+        return on_policy.attach_generation(trainer, source, seam)
     _require_settings(trainer)
     require_processor_for_images(trainer)
-    generator = create_generator(trainer, config)
+    generator = create_sampler(trainer, source)
     config = generator.config
-    defaults = generator.manager.defaults
+    defaults = generator.defaults
     require_one_distribution(config, defaults)
     require_known_ends(trainer, defaults)
-    if generator.manager.routers is not None and getattr(trainer.args, "torch_compile", False):
+    if generator.routers is not None and getattr(trainer.args, "torch_compile", False):
         raise refused("router replay, compiled")
-    warn_of_bias(trainer, config, defaults)
+    warn_of_bias(trainer, config, defaults, trainer.temperature)
     _warn_of_dropout(trainer, config)
     if config.numerics == Numerics.BITWISE:
         _require_whole_outputs(trainer)
-    if (group := generator.manager.group) is not None and trains_split_model(trainer):
+    group = generator.group
+    if group is not None and trains_split_model(trainer):
         # TRL 1.16 seeds each process apart; those of one split model must shuffle and drop alike.
         set_seed(trainer.args.seed + group.data_parallel_rank)
-    is_main = trainer.accelerator.is_main_process
-    records = TrainerRecords(trainer, config.record_num_sequences) if is_main else None
-    backend = GenerationBackend(trainer, generator, records)
+    backend = GenerationBackend(trainer, generator)
+    if trainer.accelerator.is_main_process:
+        num_sequences = config.record_num_sequences
+        records = TrainerRecords(trainer, num_sequences, generator.durations, config)
+        backend.parts.append(records)
     scoring = TrainerScoring(trainer, backend, token_advantages)
     if config.numerics == Numerics.BITWISE:
         backend.installed.enter_context(bitwise(trainer.model))
         backend.installed.enter_context(HEAD.installed())
-    backend.override(
-        vllm_generation=backend,
-        vllm_mode=GENERATION_MODE,
-        use_vllm=True,
-        _last_loaded_step=-1,
-        _generate=scoring.generate,
-        _generate_and_score_completions=scoring.generate_and_score,
-        _calculate_rewards=scoring.calculate_rewards,
-        _get_per_token_logps_and_entropies=scoring.logprobs,
-        compute_loss=scoring.compute_loss,
-    )
+    scoring.install()
     # RLOO has no tools.
     if config.concurrent_tools and hasattr(trainer, "_tool_call_loop"):
         tools = ConcurrentTools(trainer, config.tool_timeout_seconds)
         backend.override(_tool_call_loop=tools.run)
-    _join_after_turns(trainer, backend)
-    _watch(trainer, backend)
+    if generator.is_joint:
+        _join_after_turns(trainer, backend)
+    backend.install(LOADED)
     return generator
-
-
-def _attach_generation(trainer: Any, config: Any, seam: GenerationSeam) -> AttachedGenerator:
-    """Attach a trainer whose loss needs nothing from the rollout but its tokens."""
-    own = config.config if isinstance(config, RolloutPool | SavedRollouts) else config
-    on_policy.require_generation_alone(trainer, own, seam)
-    generator = create_generator(trainer, config)
-    backend = GenerationBackend(trainer, generator, synced_step=seam.synced_step)
-    on_policy.install_generation(trainer, backend, seam)
-    _watch(trainer, backend)
-    return generator
-
-
-def _watch(trainer: Any, backend: GenerationBackend) -> None:
-    watch = create_failure_watch()
-    if watch is not None:
-        backend.override(
-            train=watch.watched()(trainer.train), evaluate=watch.watched()(trainer.evaluate)
-        )
-    trainer.add_callback(backend)
 
 
 def detach(trainer: Any) -> None:
-    """Put a trainer back as it was before `attach`, and close its generator.
+    """Restore a trainer to its state before `attach`, and close its generator.
 
-    A strategy of `use_strategy` is removed too. Weights, optimizer and step count stay as they are.
+    A strategy of `use_strategy` is removed too. Weights, optimizer and step count do not change.
     Raises `ConfigurationError` if nothing is attached.
     """
     require_backend(trainer, "detach").close()
 
 
 def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
-    """Refuse an object that is no trainer, or whose attributes are not those of TRL 1.16."""
+    """Refuse an object that is not a trainer, or lacks attributes of TRL 1.16."""
     if seam is None and not isinstance(trainer, upstream.GRPOTrainer | upstream.RLOOTrainer):
         names = ", ".join(sorted(("GRPOTrainer", "RLOOTrainer", *on_policy.SEAMS)))
         raise ConfigurationError(
-            f"attach() takes one of trl's {names}; not a {type(trainer).__name__}; use "
-            "RolloutGenerator.generate_batch in a loop of your own."
+            f"attach() supports trl's {names}, not a {type(trainer).__name__}; use "
+            "RolloutGenerator.generate_batch in your own loop."
         )
     used = seam.methods if seam else (*SCORED_ATTRIBUTES, *SCORED_METHODS)
     missing = [name for name in (*USED_ATTRIBUTES, *used) if not hasattr(trainer, name)]
@@ -182,27 +161,29 @@ def _require_supported(trainer: Any, seam: GenerationSeam | None) -> None:
     version = upstream.trl.__version__
     if missing or arguments != GENERATE_ARGUMENTS or Version(version) < Version("1.16"):
         raise ConfigurationError(
-            f"trl {version} generates in another way than cb_rollout knows (missing: "
+            f"cb_rollout does not support trl {version} (missing: "
             f"{', '.join(missing) or 'nothing'}); install {TESTED_VERSIONS}."
         )
     if getattr(trainer, "use_vllm", False):
         if isinstance(getattr(trainer, "vllm_generation", None), GenerationBackend):
             raise ConfigurationError(
-                "cb_rollout is attached to this trainer already; call detach(trainer) before."
+                "cb_rollout is already attached to this trainer; call detach(trainer) first."
             )
         raise ConfigurationError(
-            "the trainer was made with use_vllm=True; leave it False and attach again."
+            "the trainer was made with use_vllm=True, so vLLM would generate; set it to False and "
+            "attach again."
         )
 
 
 def _require_settings(trainer: Any) -> None:
+    require_renderable_prompts(trainer)
     if trainer.args.use_transformers_continuous_batching:
         raise refused("transformers' batching")
     temperature, given = trainer.args.temperature, trainer.args.generation_kwargs
     if temperature <= 0 or from_generation_config(trainer.generation_config).is_greedy:
         raise ConfigurationError(
-            f"temperature={temperature}, generation_kwargs={given}: decoding is greedy, and the "
-            "completions of a group would all be the same; take do_sample and temperature out of "
+            f"temperature={temperature}, generation_kwargs={given}: decoding is greedy, so all "
+            "completions of a group would be the same; remove do_sample and temperature from "
             "generation_kwargs, and raise temperature in the trainer's config."
         )
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
@@ -210,13 +191,13 @@ def _require_settings(trainer: Any) -> None:
     is_by_token = mode in ("token_truncate", "token_mask")
     if getattr(trainer, "loss_type", None) == "vespo" and corrects and not is_by_token:
         raise ConfigurationError(
-            "loss_type='vespo' needs vllm_importance_sampling_mode to be one of token_truncate, "
-            f"token_mask, not {mode!r}."
+            f"loss_type='vespo' does not work with vllm_importance_sampling_mode={mode!r}; set "
+            "'token_truncate' or 'token_mask'."
         )
 
 
 def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
-    """Let a process whose conversations are over roll out with those that share its engine."""
+    """Make a process with no conversations left join the rollouts of its engine's group."""
     generator = backend.generator
 
     @contextmanager
@@ -224,15 +205,16 @@ def _join_after_turns(trainer: Any, backend: GenerationBackend) -> None:
         yield
         generator.join()
 
-    for name in ("rollout_func", "_tool_call_loop") if generator.is_joint else ():
-        if turns := getattr(trainer, name, None):
+    for name in ("rollout_func", "_tool_call_loop"):
+        turns = getattr(trainer, name, None)
+        if turns is not None:
             backend.override(**{name: joining()(turns)})
 
 
 def _require_whole_outputs(trainer: Any) -> None:
-    """Refuse FSDP2's rounding of log-probabilities, the outputs of TRL's forward.
+    """Refuse FSDP2 settings that round the log-probabilities of TRL's forward.
 
-    accelerate 1.15 has FSDP2 cast outputs to the dtype of the mixed precision.
+    With accelerate 1.15, FSDP2 casts outputs to the dtype of the mixed precision.
     """
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     policy = getattr(plugin, "mixed_precision_policy", None)
@@ -248,9 +230,9 @@ def _warn_of_dropout(trainer: Any, config: RolloutConfig) -> None:
         raise refused("bitwise, dropout", rate=f"{highest:g}")
     if highest > 0 and getattr(trainer, "vllm_importance_sampling_correction", False):
         warnings.warn(
-            f"the model trains with dropout (rate {highest:g}), and rollouts are sampled without: "
-            "TRL's importance-sampling correction takes the difference for a change of policy and "
-            "drops sequences. Set disable_dropout=True in the trainer's config, and lora_dropout=0 "
-            "and attention_dropout=0 where they are set.",
+            f"the model trains with dropout (rate {highest:g}), but rollouts are sampled without "
+            "it: TRL's importance-sampling correction mistakes the difference for a policy change "
+            "and drops sequences. Set disable_dropout=True in the trainer's config, and "
+            "lora_dropout=0 and attention_dropout=0 where they are set.",
             stacklevel=3,
         )

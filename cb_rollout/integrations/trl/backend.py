@@ -5,115 +5,157 @@ change made on the trainer, so that `close` undoes them all. Called by the train
 """
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerState
 
+from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.compat.accelerate import require_launched_together
 from cb_rollout.compat.patching import replacing
-from cb_rollout.compat.transformers import tensor_parallel_group, unwrap
-from cb_rollout.config.enums import ReleaseCache
-from cb_rollout.config.hf import as_trainers_config
+from cb_rollout.config.compilation import trainer_settings
+from cb_rollout.config.enums import Numerics, ReleaseCache
 from cb_rollout.config.sampling import SamplingParams
+from cb_rollout.engine.model.facts import ModelFacts
+from cb_rollout.engine.service.input_processor import ServingLimits
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
-from cb_rollout.integrations.ray.pool import PooledGenerator, RolloutPool
+from cb_rollout.integrations.announcements import announce
+from cb_rollout.integrations.interruption import ending_in_few_lines
 from cb_rollout.integrations.trl.packed_loss import LossTokens
-from cb_rollout.integrations.trl.records import TrainerRecords
+from cb_rollout.integrations.trl.parts import (
+    Collected,
+    FewerThreads,
+    RolloutContext,
+    SavingPart,
+    StepTimer,
+    TrainerPart,
+)
 from cb_rollout.integrations.trl.rows.loss_rows import LossRow
-from cb_rollout.metrics.live_metrics import Durations
+from cb_rollout.integrations.trl.rows.process_state import (
+    read_process_state,
+    restore_batch,
+    saved_batch,
+    skip_passes,
+    write_process_state,
+)
+from cb_rollout.metrics.observer import ObservedSpan
 from cb_rollout.metrics.run_records import Mode
-from cb_rollout.packing.logprobs import routers_of
-from cb_rollout.rollout.distributed import largest_of_all
-from cb_rollout.rollout.generator import RolloutGenerator
-from cb_rollout.rollout.saved import RolloutSaver, SavedRollouts
+from cb_rollout.rollout.distributed import create_failure_watch, largest_of_all
+from cb_rollout.rollout.sampler import EngineSource, Sampler, SamplerSource, TrainingRun
+from cb_rollout.rollout.saved import RolloutSaver
 from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.state import model_state
-
-if TYPE_CHECKING:
-    from cb_rollout.integrations.trl.strategies.row_queue import RowQueue
-    from cb_rollout.strategies import GroupCollector
 
 # Any word but TRL's own "server" and "colocate", each of which has code of its own.
 GENERATION_MODE = "cb_rollout"
 
-# Decode steps of a training from which on a trace is made at once. On a CPU it pays off sooner.
-STEPS_WORTH_TRACE = 256
+# Attributes with which TRL 1.16's trainers ask an engine in their process for completions.
+LOADED = {"use_vllm": True, "vllm_mode": GENERATION_MODE}
+
+# The step of the last sync, of a trainer that has to sync before it generates.
+NEVER_SYNCED = -1
+# Metrics that are logged from the first rollout on in which they are not 0.
+OF_SOME_TRAININGS = (
+    "rollout/images_encoded",
+    "rollout/offloaded_sequences",
+    "rollout/restored_sequences",
+)
 
 # In a checkpoint's trainer_state.json, in the form of transformers' own callbacks.
 DRAWS = "cb_rollout"
-
-# Of the metrics of a rollout's turns some are added up, some averaged over the turns' tokens; of
-# the others the largest counts.
-SUMMED = (
-    *("rollout/seconds", "rollout/tokens", "rollout/prefill_tokens", "rollout/preemptions"),
-    *("rollout/prefill_tokens_saved", "rollout/images_encoded"),
-)
-AVERAGED = ("rollout/log_kept_mass", "rollout/kept_tokens")
-
-Collected = tuple[list[GenerationOutput], dict[str, float]]
-"""Groups that a strategy sampled before the trainer asked for them, and their metrics."""
-
-AttachedGenerator = RolloutGenerator | PooledGenerator | SavedRollouts
-"""The generators of attached trainers."""
+# In a sampler's `process_state`: the number of the weights that sample.
+VERSION = "policy_version"
 
 
-def create_generator(trainer: Any, config: Any) -> AttachedGenerator:
-    """Create a generator of the trainer's model, tokenizer, seed and sampling settings.
+def sampler_source(config: Any) -> SamplerSource:
+    """Return what `attach` was given: a source of samplers, or the settings of an engine here."""
+    return config if hasattr(config, "sampler_for") else EngineSource(config)
+
+
+def create_sampler(trainer: Any, source: SamplerSource) -> Sampler:
+    """Create a sampler of the trainer's model, tokenizer, seed and sampling settings.
 
     Raises:
-        ConfigurationError: a setting of the trainer, or of `attach`'s `config`, cannot be honoured.
+        ConfigurationError: a setting of the trainer, or of `attach`'s `config`, cannot be honoured,
+            or the trainer counts fewer processes than were to be launched.
     """
+    require_launched_together(trainer.accelerator.num_processes)
     count = getattr(trainer.generation_config, "num_return_sequences", None)
     if count not in (None, 1):
         raise ConfigurationError(
-            f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer repeats each "
-            "prompt itself, num_generations times; take it out."
+            f"generation_kwargs={{'num_return_sequences': {count!r}}}: the trainer itself repeats "
+            "each prompt num_generations times; remove it."
         )
-    names = "max_completion_length", "max_new_tokens"
-    name = next(name for name in names if hasattr(trainer.args, name))
+    name = _length_setting(trainer)
     length = getattr(trainer.args, name)
     if length is None:
-        raise ConfigurationError(f"{name}=None sets no end; give the trainer's config a number.")
-    generation_config = generation_config_of(trainer)
-    if isinstance(config, SavedRollouts):
-        replays = config.config.router_replay
-        routers = routers_of(unwrap(trainer.model)) if replays else None
-        config.open(trainer.accelerator.process_index, generation_config, routers)
-        return config
-    if isinstance(config, RolloutPool):
-        generator = PooledGenerator(config, trainer.model, generation_config)
-    else:
-        generator = RolloutGenerator(
-            trainer.model,
-            as_trainers_config(config, trainer.args.seed),
-            tokenizer=trainer.processing_class,
-            generation_config=generation_config,
-            accelerator=trainer.accelerator,
-            optimizer=_optimizer(trainer),
+        raise ConfigurationError(
+            f"{name}=None leaves completions unlimited; set a number in the trainer's config."
         )
-    limits = generator.manager.limits
-    holders = ("the model takes", limits.max_positions), ("a cache has", limits.max_cached_tokens())
-    for holder, limit in holders:
+    sampler = source.sampler_for(training_run(trainer))
+    if sampler.limits is not None:
+        _require_room_for_prompts(name, length, sampler.limits)
+    return sampler
+
+
+def _length_setting(trainer: Any) -> str:
+    """Return the name of the trainer's setting for the most tokens of a completion."""
+    name = "max_completion_length"
+    return name if hasattr(trainer.args, name) else "max_new_tokens"
+
+
+def _num_decode_steps(trainer: Any) -> int | None:
+    """Return the most decode steps of a training; None: epochs or a loader say how long it is."""
+    length = getattr(trainer.args, _length_setting(trainer), None)
+    num_rollouts = getattr(trainer.args, "max_steps", None)
+    if not length or num_rollouts is None or num_rollouts <= 0:
+        return None
+    return num_rollouts * length
+
+
+def training_run(trainer: Any) -> TrainingRun:
+    """Return the settings and objects of a trainer that a sampler may use."""
+    return TrainingRun(
+        model=trainer.model,
+        tokenizer=trainer.processing_class,
+        generation_config=generation_config_of(trainer),
+        accelerator=trainer.accelerator,
+        seed=trainer.args.seed,
+        optimizer=_optimizer(trainer),
+        compile_settings=trainer_settings(trainer.args),
+        num_steps=_num_decode_steps(trainer),
+    )
+
+
+def _require_room_for_prompts(name: str, length: int, limits: ServingLimits) -> None:
+    """Refuse completions as long as the longest sequence; `name` is the trainer's setting."""
+    holders = {
+        "the model takes": limits.max_positions,
+        "the KV cache holds": limits.max_cached_tokens(),
+    }
+    for holder, limit in holders.items():
         if limit is not None and length >= limit:
             raise ConfigurationError(
-                f"{name}={length} leaves no room for a prompt: {holder} at most {limit} "
-                "tokens of one sequence; lower it in the trainer's config; a cache grows with "
-                "num_blocks or max_memory_percent."
+                f"{name}={length} leaves no room for a prompt: {holder} at most {limit} tokens per "
+                "sequence; lower it in the trainer's config. For a larger cache, raise num_blocks "
+                "or max_memory_percent."
             )
-    return generator
 
 
 def generation_config_of(trainer: Any) -> Any:
     """Return the trainer's config; what it leaves open the model's says, as in `model.generate`."""
     config = copy.deepcopy(trainer.generation_config)
-    if (own := getattr(unwrap(trainer.model), "generation_config", None)) is not None:
-        # Lengths are the trainer's.
-        settings = {n: v for n, v in own.to_dict().items() if n not in ("max_length", "max_time")}
-        config.update(**settings, defaults_only=True)
+    of_model = hf_compat.generation_config_of(trainer.model)
+    if of_model is None:
+        return config
+    settings = of_model.to_dict()
+    # Lengths are the trainer's.
+    for name in ("max_length", "max_time"):
+        settings.pop(name, None)
+    config.update(**settings, defaults_only=True)
     return config
 
 
@@ -121,13 +163,17 @@ def _optimizer(trainer: Any) -> Any:
     """Return the trainer's optimizer, or its class or name, which tell its memory too."""
     if trainer.optimizer is not None:
         return trainer.optimizer
-    chosen = getattr(trainer, "optimizer_cls_and_kwargs", None)
-    return trainer.args.optim if chosen is None else chosen[0]
+    class_and_arguments = getattr(trainer, "optimizer_cls_and_kwargs", None)
+    if class_and_arguments is None:
+        return trainer.args.optim
+    optimizer_class, _ = class_and_arguments
+    return optimizer_class
 
 
 def require_backend(trainer: Any, caller: str) -> "GenerationBackend":
     """Return the backend of a trainer, or raise `ConfigurationError` if nothing is attached."""
-    if isinstance(backend := getattr(trainer, "vllm_generation", None), GenerationBackend):
+    backend = getattr(trainer, "vllm_generation", None)
+    if isinstance(backend, GenerationBackend):
         return backend
     raise ConfigurationError(
         f"{caller}: cb_rollout is not attached to this trainer; call cb_rollout.attach(trainer) "
@@ -137,49 +183,16 @@ def require_backend(trainer: Any, caller: str) -> "GenerationBackend":
 
 def trains_split_model(trainer: Any) -> bool:
     """Return whether the trainer's model is split over processes by tensor parallelism."""
-    return tensor_parallel_group(unwrap(trainer.model)) is not None
+    return ModelFacts.of(trainer.model).is_split
 
 
-@dataclass
-class RolloutContext:
-    """State of a rollout."""
+def add_part(trainer: Any, part: TrainerPart) -> None:
+    """Make an attached trainer send its events to a part, until it is detached.
 
-    mode: Mode
-    collected: Collected | None = None
-    """Completions for the next prompts that the trainer asks for; None: sample them."""
-    images: dict[str, list[Any]] = field(default_factory=dict)
-    """Pictures of the prompts that have any, by the request's id."""
-    # Of each call of the engine.
-    calls: list[list[GenerationOutput]] = field(default_factory=list)
-    turn_metrics: list[dict[str, float]] = field(default_factory=list)
-    has_new_settings: bool = False
-    """True: the trainer's generation config is not that of the rollout before."""
-    step: int = 0
-    """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
-    rows: list[LossRow] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    """One for each row, weighted and summed over the reward functions; empty: not scored."""
-    all_rewards: list[float] = field(default_factory=list)
-    """Those of the rows of every process, in the order of the processes."""
-
-    @property
-    def outputs(self) -> list[GenerationOutput]:
-        """Everything sampled, tool turns included, in the order of the trainer's prompts."""
-        return list(chain(*self.calls))
-
-    def metrics(self) -> dict[str, float]:
-        turns = self.turn_metrics
-        combined: dict[str, float] = {}
-        for name in dict.fromkeys(chain.from_iterable(turns)):
-            having = [turn for turn in turns if name in turn]
-            values = [turn[name] for turn in having]
-            combined[name] = sum(values) if name in SUMMED else max(values)
-            if name in AVERAGED:
-                weighted = sum(turn[name] * turn["rollout/tokens"] for turn in having)
-                combined[name] = weighted / sum(turn["rollout/tokens"] for turn in having)
-        if seconds := combined.get("rollout/seconds"):
-            combined["rollout/tokens_per_second"] = combined["rollout/tokens"] / seconds
-        return combined
+    Raises:
+        ConfigurationError: nothing is attached to the trainer.
+    """
+    require_backend(trainer, "add_part").parts.append(part)
 
 
 class GenerationBackend(TrainerCallback):
@@ -191,44 +204,109 @@ class GenerationBackend(TrainerCallback):
     def __init__(
         self,
         trainer: Any,
-        generator: AttachedGenerator,
-        records: TrainerRecords | None = None,
+        generator: Sampler,
         synced_step: str = "_last_loaded_step",
     ) -> None:
         """Serve a trainer, whose attribute `synced_step` holds the step at which it synced last."""
-        self._trainer, self.generator, self.records = trainer, generator, records
+        self._trainer = trainer
+        self.generator = generator
         self._synced_step = synced_step
-        self._saver: RolloutSaver | None = None
-        folder, accelerator = generator.config.save_rollouts, trainer.accelerator
-        if folder is not None:
-            rank, num_processes = accelerator.process_index, accelerator.num_processes
-            self._saver = RolloutSaver(folder, rank, num_processes)
+        self.made_at_temperature: float = getattr(trainer, "temperature", 1.0)
+        """The temperature that TRL's fused head divides by, whatever the trainer's is later."""
         self.installed = ExitStack()
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""
-        self.collector: GroupCollector | None = None
-        """Samples groups ahead of the trainer; None: no strategy does."""
         self.make_batch: Callable[..., dict[str, Any]] | None = None
         """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
+        self._timer = StepTimer(self.log, generator.durations)
+        self.parts: list[TrainerPart] = [self._timer]
+        """The parts that are told of the trainer's events, in this order."""
+        self._threads = FewerThreads()
+        if self._may_vary_threads:
+            self.parts.append(self._threads)
+        folder = generator.config.save_rollouts
+        if folder is not None:
+            accelerator = trainer.accelerator
+            saver = RolloutSaver(folder, accelerator.process_index, accelerator.num_processes)
+            self.parts.append(SavingPart(saver))
         self._generation_settings = generation_config_of(trainer).to_dict()
         """Of the trainer's generation config in the last rollout."""
+        self._has_new_settings = False
+        """True: they changed, and the rollout that checks them has not begun."""
         self._synced_model: list[object] = []
         """State of the training model at the last sync."""
-        self.rows: RowQueue | None = None
-        """The rows that a strategy takes; None: the trainer's loader hands them over."""
+        self._used: set[str] = set()
+        """Those of `OF_SOME_TRAININGS` that were not always 0."""
         self._is_training = False
         self._steps_to_come = 0
-        self._step_began = time.perf_counter()
-        self._seconds_this_step = 0.0
-        self._loss_began: float | None = None
-        self._loss_seconds = 0.0
-        # A pool's engines run elsewhere, by other clocks.
-        has_engine = isinstance(generator, RolloutGenerator)
-        self._durations = generator.manager.durations if has_engine else Durations()
+        self._process_state: dict[str, Any] = {}
+        """This process's state in the checkpoint to resume from, until the training begins."""
 
     @property
     def _mode(self) -> Any:
         return "train" if self._trainer.model.training else "eval"
+
+    @property
+    def step_span(self) -> ObservedSpan:
+        """Return the trainer's step in progress, as the observer sees it."""
+        return self._timer.span
+
+    def install(self, attributes: Mapping[str, Any]) -> None:
+        """Become the trainer's `vllm_generation`, and follow its steps, until it is detached.
+
+        Args:
+            attributes: those with which the trainer asks its `vllm_generation`, and their values.
+        """
+        self.override(vllm_generation=self, **attributes)
+        self.override(**{self._synced_step: NEVER_SYNCED})
+        self._follow_checkpoints()
+        if self._may_vary_threads:
+            self.override(train=self._threads.restored_after(self._trainer.train))
+        watch = create_failure_watch()
+        if watch is not None:
+            self.override(
+                train=watch.watched()(self._trainer.train),
+                evaluate=watch.watched()(self._trainer.evaluate),
+            )
+        if self._trainer.accelerator.is_main_process:
+            train = ending_in_few_lines(self._trainer, self._trainer.train, self.write_records)
+            self.override(train=train)
+            announce(self._trainer, self.generator)
+        self._trainer.add_callback(self)
+
+    @property
+    def _may_vary_threads(self) -> bool:
+        is_bitwise = self.generator.config.numerics == Numerics.BITWISE
+        return self._trainer.accelerator.device.type == "cpu" and not is_bitwise
+
+    def _follow_checkpoints(self) -> None:
+        """Write a file of each process into a checkpoint, and read it before a training resumes.
+
+        transformers 5.23 saves and loads the states of random generators, and of the optimizer, on
+        every process, before `trainer_state.json` is written and before `on_train_begin`.
+        """
+        trainer = self._trainer
+        save, load = trainer._save_rng_state, trainer._load_optimizer_and_scheduler
+
+        def save_with_process_state(output_dir: str) -> None:
+            save(output_dir)
+            state = self.generator.process_state() | saved_batch(trainer)
+            if VERSION in state and self._is_synced:
+                # A resumed run syncs these weights again, under the same number.
+                state[VERSION] -= 1
+            for part in self.parts:
+                state |= part.process_state()
+            write_process_state(output_dir, trainer, state)
+
+        def load_with_process_state(checkpoint: str | None) -> None:
+            load(checkpoint)
+            if checkpoint is not None:
+                self._process_state = read_process_state(checkpoint, trainer)
+
+        self.override(
+            _save_rng_state=save_with_process_state,
+            _load_optimizer_and_scheduler=load_with_process_state,
+        )
 
     def override(self, **attributes: Any) -> None:
         """Set attributes of the trainer until it is detached."""
@@ -240,44 +318,37 @@ class GenerationBackend(TrainerCallback):
 
         `collected`: completions that a strategy sampled for it, after a sync of its own.
         """
-        self._save_rollout()
-        if self._saver is not None:
-            self._saver.require_own_folder()
         if collected is None:
             self._forget_sync_of_another_model()
-        has_new_settings = self._follow_generation_config()
-        step = self._trainer.state.global_step + (self._mode == "train")
+        self.follow_generation_config()
+        has_new_settings = self._has_new_settings
+        self._has_new_settings = False
+        step = self._trainer.state.global_step
+        if self._mode == "train":
+            step += 1
         self.context = RolloutContext(
-            self._mode, step=step, collected=collected, has_new_settings=has_new_settings
+            mode=self._mode,
+            step=step,
+            collected=collected,
+            has_new_settings=has_new_settings,
         )
+        for part in self.parts:
+            part.begin_rollout(self.context)
         return self.context
 
-    def _follow_generation_config(self) -> bool:
-        """Sample by what the trainer's generation config says now; return whether it changed.
+    def follow_generation_config(self) -> None:
+        """Sample with the trainer's current generation config.
 
-        TRL's own path reads it in each rollout: a callback may anneal the temperature, and an
-        `evaluate` of one's own may decode greedily.
+        TRL's own path reads it in each rollout: a callback may anneal the temperature, and a user's
+        `evaluate` may decode greedily.
         """
         config = generation_config_of(self._trainer)
         settings = config.to_dict()
         if settings == self._generation_settings:
-            return False
+            return
         self._generation_settings = settings
-        if not isinstance(self.generator, SavedRollouts):
-            self.generator.set_generation_config(config)
-        return True
-
-    def _save_rollout(self) -> None:
-        """Save the last rollout, which the trainer has scored by now."""
-        context = self.context
-        if self._saver is not None and context.calls:
-            rewards = {}
-            # Outputs of a rollout that failed before its rewards, or that nobody scores, have none.
-            if context.rewards:
-                named = zip(context.rows, context.rewards, strict=True)
-                rewards = {row.name: reward for row, reward in named}
-            self._saver.save(context.step, context.mode, context.calls, rewards)
-            context.calls = []
+        self.generator.set_generation_config(config)
+        self._has_new_settings = True
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -292,30 +363,45 @@ class GenerationBackend(TrainerCallback):
         for name, value in metrics.items():
             self._trainer._metrics[mode][name].append(value)
 
+    def _without_unused(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Leave out metrics that have been 0 in every rollout because their feature is unused."""
+        logged: dict[str, float] = {}
+        for name, value in metrics.items():
+            if value and name in OF_SOME_TRAININGS:
+                self._used.add(name)
+            if name not in OF_SOME_TRAININGS or name in self._used:
+                logged[name] = value
+        return logged
+
     def warm_up(self) -> None:
         """Trace or compile the model before the first rollout of a training that is long enough."""
-        num_steps, self._steps_to_come = self._steps_to_come, 0
-        if num_steps >= STEPS_WORTH_TRACE and isinstance(self.generator, RolloutGenerator):
-            self.generator.wake()
-            self.generator.manager.warmup(num_steps)
+        num_steps = self._steps_to_come
+        self._steps_to_come = 0
+        if num_steps:
+            self.generator.warm_up(num_steps)
 
     def end_rollout(self) -> None:
         metrics = self.context.metrics()
-        self.log(metrics, self.context.mode)
-        if self.context.mode == "train":
-            self._seconds_this_step += metrics.get("rollout/seconds", 0.0)
+        self.log(self._without_unused(metrics), self.context.mode)
         self.release()
+        for part in self.parts:
+            part.end_rollout(self.context, metrics)
 
     def forget_synced_step(self) -> None:
-        setattr(self._trainer, self._synced_step, -1)
+        setattr(self._trainer, self._synced_step, NEVER_SYNCED)
+
+    @property
+    def _is_synced(self) -> bool:
+        """True if the trainer will not sync again before it generates."""
+        return self._trainer.state.global_step == getattr(self._trainer, self._synced_step)
 
     def _forget_sync_of_another_model(self) -> None:
-        """Have the trainer sync again if its model computes otherwise than at this step's sync.
+        """Make the trainer sync again if its model changed since this step's sync.
 
-        A callback may swap weights for an evaluation, `disable_adapter()` may stand around it, and
-        a checkpoint may be loaded before it.
+        A callback may swap weights for an evaluation, the evaluation may run inside
+        `disable_adapter()`, and a checkpoint may be loaded before it.
         """
-        if self._trainer.state.global_step != getattr(self._trainer, self._synced_step):
+        if not self._is_synced:
             return
         has_changed = model_state(self._trainer.model_wrapped) != self._synced_model
         # A sync of a sharded model is of all processes.
@@ -324,16 +410,16 @@ class GenerationBackend(TrainerCallback):
 
     def sync_weights(self) -> None:
         """Sync the trainer's weights; TRL calls it where its step is not that of the last sync."""
-        self.generator.follow(self._trainer.model_wrapped)
-        self.generator.sync_weights()
+        with self.step_span.within():
+            self.generator.follow(self._trainer.model_wrapped)
+            self.generator.sync_weights()
         self._synced_model = model_state(self._trainer.model_wrapped)
 
     def sync_once_a_step(self) -> None:
         """Sync as the trainer does before it generates (trl 1.16)."""
-        step = self._trainer.state.global_step
-        if step != getattr(self._trainer, self._synced_step):
+        if not self._is_synced:
             self.sync_weights()
-            setattr(self._trainer, self._synced_step, step)
+            setattr(self._trainer, self._synced_step, self._trainer.state.global_step)
 
     def sync_if_changed(self) -> None:
         """Sync before a strategy samples for a rollout that begins later."""
@@ -360,40 +446,79 @@ class GenerationBackend(TrainerCallback):
                 if pictures:
                     self.context.images[output.request_id] = pictures
         # Copies: a reward function may write into the lists that it gets.
-        completions = [list(output.generated_tokens) for output in outputs]
-        logprobs = [[[logprob] for logprob in output.logprobs] for output in outputs]
-        return prompts, completions, logprobs, [[[t] for t in tokens] for tokens in completions]
+        completions = []
+        logprobs = []
+        token_ids = []
+        for output in outputs:
+            completions.append(list(output.generated_tokens))
+            logprobs.append([[logprob] for logprob in output.logprobs])
+            token_ids.append([[token] for token in output.generated_tokens])
+        return prompts, completions, logprobs, token_ids
 
     def sample(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None
     ) -> list[GenerationOutput]:
         """Sample one completion of every input of `generate_batch`, in the current rollout."""
         context = self.context
-        if context.collected is not None:
-            (outputs, metrics), context.collected = context.collected, None
-            ids = [p["prompt"] if isinstance(p, Mapping) else p for p in prompts]
-            assert [output.prompt_ids for output in outputs] == ids, "collected for others"
+        if context.collected is None:
+            outputs = self._sampled_now(prompts, sampling_params)
+            metrics = self.generator.metrics()
         else:
-            is_main = self._trainer.accelerator.is_main_process
-            bar = None if is_main and not self._trainer.args.disable_tqdm else False
-            self.warm_up()
-            try:
-                batch = self.generator.generate_batch(
-                    prompts, sampling_params=sampling_params, progress_bar=bar
-                )
-            except InvalidRequestError as error:
-                raise InvalidRequestError(
-                    f"{error} Filter such prompts out of the data set; max_new_tokens is the "
-                    "trainer's max_completion_length."
-                ) from error
-            outputs, metrics = list(batch.values()), self.generator.metrics()
+            outputs, metrics = context.collected
+            context.collected = None
+            for prompt, output in zip(prompts, outputs, strict=True):
+                ids = prompt["prompt"] if isinstance(prompt, Mapping) else prompt
+                assert output.prompt_ids == ids, "collected for others"
         context.calls.append(outputs)
         if metrics:
             context.turn_metrics.append(metrics)
         return outputs
 
+    def _sampled_now(
+        self, prompts: list[Any], sampling_params: SamplingParams | None
+    ) -> list[GenerationOutput]:
+        trainer = self._trainer
+        # None: a bar in a terminal or a notebook.
+        progress_bar = None
+        if trainer.args.disable_tqdm or not trainer.accelerator.is_main_process:
+            progress_bar = False
+        self.warm_up()
+        try:
+            with self.step_span.within(), self._stepping():
+                batch = self.generator.generate_batch(
+                    prompts,
+                    sampling_params=sampling_params,
+                    num_return_sequences=1,
+                    progress_bar=progress_bar,
+                )
+                if self._is_training:
+                    self.generator.lend_to_trainer()
+        except InvalidRequestError as error:
+            raise InvalidRequestError(
+                f"{error} Filter such prompts out of the data set; max_new_tokens is the "
+                "trainer's max_completion_length."
+            ) from error
+        return list(batch.values())
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Let only this thread step the engine: sequences of a strategy may be carried.
+
+        Their progress then depends only on the rollout.
+        """
+        generator = self.generator.local_generator
+        if generator is None:
+            yield
+            return
+        with generator.manager.loop.stepping():
+            yield
+
     def release(self) -> None:
         """Hold the engine, and release the memory that the config says."""
+        with self.step_span.within():
+            self._release()
+
+    def _release(self) -> None:
         if self._is_training:
             self.generator.lend_to_trainer()
         release_cache = self.generator.config.release_cache
@@ -403,131 +528,144 @@ class GenerationBackend(TrainerCallback):
             self.forget_synced_step()
         elif release_cache == ReleaseCache.BETWEEN_STEPS:
             self.generator.sleep()
-        self.pause_carried()
 
-    def pause_carried(self) -> None:
-        """Pause the engine while unfinished sequences wait; the weights may change."""
-        if self.collector is not None and self.collector.num_in_flight:
-            self.generator.sleep()
-
-    def cancel_carried(self) -> None:
-        """Cancel carried sequences: no step will come for them."""
-        if self.collector is not None:
-            self.collector.close()
-            self.release()
+    def scored(self, rows: Sequence[LossRow], batch: Mapping[str, Any]) -> None:
+        """Tell the parts of a batch that has its advantages; see `TrainerPart.scored`."""
+        for part in self.parts:
+            part.scored(self.context, rows, batch)
 
     def begin_loss(self) -> None:
-        self._loss_began = time.perf_counter()
+        for part in self.parts:
+            part.begin_loss()
+
+    def computed(
+        self, rows: Sequence[LossRow], logprobs_BT: torch.Tensor, entropies_BT: torch.Tensor
+    ) -> None:
+        """Pass the results of a loss to the parts; see `TrainerPart.computed`."""
+        for part in self.parts:
+            part.computed(rows, logprobs_BT, entropies_BT)
 
     def log_loss(self, tokens: LossTokens, router_disagreement: float | None) -> None:
         """Log the counts of a forward of the loss, and the share of experts that differ."""
-        metrics = {f"rollout/{name}": float(value) for name, value in asdict(tokens).items()}
+        metrics = {}
+        for name, count in asdict(tokens).items():
+            metrics[f"rollout/{name}"] = float(count)
         if router_disagreement is not None:
             metrics["rollout/router_disagreement"] = router_disagreement
         self.log(metrics, self._mode)
 
-    def close(self) -> None:
-        if self.records is not None:
-            self.records.flush()
-        try:
-            self._save_rollout()
-        finally:
-            self.cancel_carried()
-            self._trainer.remove_callback(self)
-            self.installed.close()
-            self.generator.close()
+    def write_records(self) -> None:
+        """Make every part write its unsaved data when a training ends before its last step."""
+        for part in self.parts:
+            part.interrupted()
 
-    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+    def close(self) -> None:
+        """Close every part, give the trainer its own attributes back, and close the sampler."""
+        with ExitStack() as stack:
+            stack.callback(self.generator.close)
+            stack.callback(self.installed.close)
+            stack.callback(self._trainer.remove_callback, self)
+            # The stack calls the last callback first, and all of them if one raises.
+            for part in reversed(self.parts):
+                stack.callback(part.close)
+
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **given: Any) -> None:
         """Sync again: the step count starts over, or goes on from a checkpoint's.
 
         A training of many decode steps traces the model in its first rollout, not in its second.
         """
         self.forget_synced_step()
         num_rollouts = state.max_steps - state.global_step
-        length = self.generator.manager.defaults.max_new_tokens or 0
+        length = self.generator.defaults.max_new_tokens or 0
         self._steps_to_come = num_rollouts * length
         saved: Any = state.stateful_callbacks
-        if state.global_step and DRAWS in saved:
-            inputs = self.generator.manager.input_processor
-            inputs.num_sequences = saved[DRAWS]["attributes"]["num_sequences"]
-        if self.rows is not None:
-            # A training that failed may have left some.
-            self.cancel_carried()
-            attributes = saved[DRAWS]["attributes"] if DRAWS in saved else {}
-            self.rows.begin_training(state.global_step, attributes.get("rows"))
-        if isinstance(self.generator, SavedRollouts):
-            self.generator.begin_training(state.global_step)
-        for recorder in (self.records, self._saver):
-            if recorder is not None:
-                recorder.begin_training(state.global_step)
+        process_state = self._process_state
+        self._process_state = {}
+        checkpoint_state = None
+        if state.global_step > 0 and DRAWS in saved:
+            checkpoint_state = saved[DRAWS]["attributes"] | process_state
+        self.generator.begin_training(state.global_step, checkpoint_state)
+        for part in self.parts:
+            part.begin_training(state.global_step, checkpoint_state)
+        if checkpoint_state is not None:
+            restore_batch(self._trainer, checkpoint_state)
+        if state.global_step > 0:
+            skip_passes(self._trainer, given.get("train_dataloader"))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sync again, for the best weights may have been loaded at an unchanged step count."""
         self.forget_synced_step()
         self._is_training = False
-        self.cancel_carried()
+        for part in self.parts:
+            part.end_training()
         if self.generator.config.release_cache == ReleaseCache.NEVER:
             # A server's clients are answered.
             self.generator.wake()
-        if self.records is not None:
-            self.records.flush()
-        self._save_rollout()
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._step_began = time.perf_counter()
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._is_training = True
         self.generator.lend_to_trainer()
-        self.pause_carried()
+        for part in self.parts:
+            part.begin_step(state.global_step + 1)
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
-        if self._loss_began is not None:
-            self._loss_seconds += self._durations.add_span("loss", self._loss_began)
-        self._loss_began = None
+        for part in self.parts:
+            part.end_loss()
 
     # The last micro-batch of a step has no substep.
     on_pre_optimizer_step = on_substep_end
 
     def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Log the share of an optimizer step that rollouts took, and the seconds of its losses.
+        self._keep_state(state)
+        self.step_span.set(policy_version=self.generator.policy_version)
+        for part in self.parts:
+            part.end_step(state.global_step)
 
-        A checkpoint of this step keeps the number of sequences, from which draws go on, and the
-        rows that a strategy still has to train.
-        """
-        number = self.generator.manager.input_processor.num_sequences
-        attributes: dict[str, Any] = {"num_sequences": number}
-        if self.rows is not None:
-            attributes["rows"] = self.rows.states()
+    def on_evaluate(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Make a checkpoint after an evaluation continue where the evaluation ended."""
+        if self._is_training:
+            self._keep_state(state)
+
+    def _keep_state(self, state: TrainerState) -> None:
+        """Add the state of the sampler and the parts to the next checkpoint."""
+        attributes = self.generator.checkpoint_state()
+        for part in self.parts:
+            attributes |= part.checkpoint_state()
         saved: Any = state.stateful_callbacks
         saved[DRAWS] = {"args": {}, "attributes": attributes}
-        seconds = self._durations.add_span("step", self._step_began, state.global_step)
-        metrics = {"rollout/step_share": min(1.0, self._seconds_this_step / seconds)}
-        if self._loss_seconds:
-            metrics["rollout/loss_seconds"] = self._loss_seconds
-        self.log(metrics, "train")
-        self._seconds_this_step = self._loss_seconds = 0.0
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
-        if self.records is not None:
-            self.records.write_log(state.global_step, logs or {}, self._durations)
+        for part in self.parts:
+            part.log(state.global_step, logs or {})
 
 
 def _with_images(prompts: list[list[int]], images: list[Any]) -> list[Any]:
     """Return inputs of `generate_batch`; equal neighbours are one object, which is encoded once."""
     inputs: list[Any] = []
-    for index, (prompt, pictures) in enumerate(zip(prompts, images, strict=True)):
-        is_repeated = index and prompt == prompts[index - 1]
-        if is_repeated and _are_same(pictures or [], images[index - 1] or []):
+    previous_prompt: list[int] = []
+    previous_pictures: list[Any] = []
+    for prompt, pictures_or_none in zip(prompts, images, strict=True):
+        pictures = pictures_or_none or []
+        is_repeated = bool(inputs) and prompt == previous_prompt
+        if is_repeated and _are_same(pictures, previous_pictures):
             inputs.append(inputs[-1])
+        elif pictures:
+            inputs.append({"prompt": prompt, "images": pictures})
         else:
-            inputs.append({"prompt": prompt, "images": pictures} if pictures else prompt)
+            inputs.append(prompt)
+        previous_prompt = prompt
+        previous_pictures = pictures
     return inputs
 
 
 def _are_same(pictures: list[Any], others: list[Any]) -> bool:
     """Compare objects, or pixels: a data set decodes a PIL image for each repeat of its row."""
-    return len(pictures) == len(others) and all(
-        picture is other or (hasattr(picture, "mode") and picture == other)
-        for picture, other in zip(pictures, others, strict=True)
-    )
+    if len(pictures) != len(others):
+        return False
+    for picture, other in zip(pictures, others, strict=True):
+        has_equal_pixels = hasattr(picture, "mode") and picture == other
+        if picture is not other and not has_equal_pixels:
+            return False
+    return True

@@ -1,9 +1,9 @@
 """Compare sampled log-probabilities with the trainer's own forward.
 
-Owns the schedule of checks, their metrics, the fallback or error when they differ too much, and
-the settings under which the two are not of one distribution: the loss of TRL 1.16 takes a
-log-softmax of logits/temperature over the whole vocabulary. Called by the trainer, on its thread;
-with several processes all of them call it together.
+Owns the schedule of checks, their metrics, and the fallback or error when the two differ too much.
+Also checks the settings under which the two come from different distributions: the loss of TRL 1.16
+takes a log-softmax of logits/temperature over the whole vocabulary. Called by the trainer, on its
+thread; with several processes all of them call it together.
 
 B: rows of a batch, T: tokens of a completion.
 """
@@ -19,20 +19,19 @@ from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.torch import compute_dtype
 from cb_rollout.config import enums
 from cb_rollout.config.combinations import refused
-from cb_rollout.config.hf import COUNTERPARTS
+from cb_rollout.config.generation_fields import COUNTERPARTS
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.numerics import agreement
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
-from cb_rollout.integrations.trl.backend import AttachedGenerator
 from cb_rollout.integrations.trl.images import image_arguments
 from cb_rollout.integrations.trl.rows.loss_rows import UNKNOWN_ID, LossBatch, LossRow
+from cb_rollout.metrics.observer import observer
 from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_whole_model
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.rollout.distributed import largest_of_all
-from cb_rollout.rollout.generator import RolloutGenerator
-from cb_rollout.rollout.saved import SavedRollouts
+from cb_rollout.rollout.sampler import Sampler
 from cb_rollout.rollout.verification import DriftReport, drift
 from cb_rollout.types import GenerationOutput
 
@@ -44,8 +43,11 @@ NUM_BEFORE = 16
 
 # Metrics that are fields of a `DriftReport`.
 LOGGED = (
-    *("rollout/logprob_drift_max", "rollout/logprob_drift_mean", "rollout/logprob_drift_k1"),
-    *("rollout/logprob_drift_k3", "rollout/logprob_drift_chi_squared"),
+    "rollout/logprob_drift_max",
+    "rollout/logprob_drift_mean",
+    "rollout/logprob_drift_k1",
+    "rollout/logprob_drift_k3",
+    "rollout/logprob_drift_chi_squared",
     "rollout/logprob_drift_effective_sample_size",
 )
 
@@ -54,7 +56,7 @@ UNCLIPPED_LOSSES = ("sapo", "vespo")
 
 
 class ComparedRow(NamedTuple):
-    """Log-probabilities of a row, sampled and by the trainer."""
+    """Sampled and recomputed log-probabilities of one row."""
 
     row: LossRow
     positions: list[int]
@@ -65,27 +67,41 @@ class ComparedRow(NamedTuple):
     def first_difference(self, limit: float, temperature: float) -> GenerationOutput | None:
         """Return the tokens around the first difference beyond `limit`, in nats.
 
-        None: no difference is, or a number is not finite. Tokens before become the prompt.
+        None: no difference exceeds it, or a number is not finite. Earlier tokens become the prompt.
         """
-        pairs = enumerate(zip(self.sampled, self.trained, strict=True))
-        first = next((i for i, (a, b) in pairs if not abs(a - b) <= limit), None)
+        first = self._first_beyond(limit)
         if first is None:
             return None
-        begin = max(0, first - NUM_BEFORE)
-        # Tokens of tools and of older policies stand between the others.
-        gap = self.positions[first] - first
-        run = [i for i, t in enumerate(self.positions) if i >= begin and t - i == gap]
-        start, ids = self.positions[run[0]], self.row.completion_ids
-        logprobs = [self.sampled[i] for i in run[:MAX_TOKENS]]
+        run = self._run_around(first)
+        logprobs = [self.sampled[index] for index in run]
         if not all(map(math.isfinite, logprobs)):
             return None
+        start = self.positions[run[0]]
+        completion_ids = self.row.completion_ids
         return GenerationOutput(
-            self.row.name,
-            [*self.row.prompt_ids, *ids[:start]],
-            ids[start : start + len(logprobs)],
-            logprobs,
+            request_id=self.row.name,
+            prompt_ids=self.row.prompt_ids + completion_ids[:start],
+            generated_tokens=completion_ids[start : start + len(run)],
+            logprobs=logprobs,
             temperature=temperature,
         )
+
+    def _first_beyond(self, limit: float) -> int | None:
+        """Return the index of the first pair that differs by more than `limit` nats, or has NaN."""
+        for index, (sampled, trained) in enumerate(zip(self.sampled, self.trained, strict=True)):
+            if not abs(sampled - trained) <= limit:
+                return index
+        return None
+
+    def _run_around(self, index: int) -> list[int]:
+        """Return indices of adjacent compared tokens, beginning `NUM_BEFORE` tokens earlier."""
+        # Tokens of tools and of older policies stand between the others.
+        distance = self.positions[index] - index
+        run = []
+        for other in range(max(0, index - NUM_BEFORE), len(self.positions)):
+            if self.positions[other] - other == distance:
+                run.append(other)
+        return run[:MAX_TOKENS]
 
 
 class LogprobGuard:
@@ -94,13 +110,24 @@ class LogprobGuard:
     def __init__(
         self,
         trainer: Any,
-        generator: AttachedGenerator,
+        generator: Sampler,
         recompute: Callable[[LossBatch], torch.Tensor],
+        made_at_temperature: float,
     ) -> None:
-        """Let `recompute` return the trainer's log-probabilities, (rows, T), of some rows."""
+        """Compare nothing before the first rollout.
+
+        Args:
+            trainer: a GRPO or RLOO trainer.
+            generator: samples for it.
+            recompute: returns the trainer's log-probabilities, (rows, T), of some rows.
+            made_at_temperature: the temperature of the trainer when it was made.
+        """
         config = generator.config
-        self._trainer, self._generator, self._config = trainer, generator, config
+        self._trainer = trainer
+        self._generator = generator
+        self._config = config
         self._recompute = recompute
+        self._made_at_temperature = made_at_temperature
         self._num_rollouts = 0
         self.is_due = False
         """True until this rollout's log-probabilities were compared."""
@@ -110,21 +137,26 @@ class LogprobGuard:
         """True: sampled log-probabilities are used as the old ones."""
 
     @property
+    def loss_temperature(self) -> float:
+        """Return the temperature by which the loss divides logits."""
+        return loss_temperature(self._trainer, self._config, self._made_at_temperature)
+
+    @property
     def replaces_loss(self) -> bool:
-        """True: the old ones are the sampled ones, even where the trainer takes its loss's own."""
+        """True: use sampled log-probabilities as old ones, even where TRL would use the loss's."""
         return self.is_trusted and not self._is_auto
 
     def begin_rollout(self, is_training: bool) -> None:
         every = self._config.verify_every_steps
         self.is_due = False
-        if is_training and every and are_comparable(self._config, self._generator.manager.defaults):
+        if is_training and every and are_comparable(self._config, self._generator.defaults):
             self._num_rollouts += 1
             # Saved rollouts drift from a policy that learns otherwise than the one that sampled.
-            is_always_due = self._is_auto and isinstance(self._generator, SavedRollouts)
+            is_always_due = self._is_auto and not self._generator.samples_current_policy
             self.is_due = is_always_due or (self._num_rollouts - 1) % every == 0
 
     def check(self, batch: LossBatch, recomputed_BT: torch.Tensor | None = None) -> None:
-        """Compare tokens of some rows by the current policy, once for each rollout that is due.
+        """Compare tokens that the current policy sampled, once for each rollout that is due.
 
         Args:
             batch: all rows; unknown rows, and tokens that its mask leaves out, are skipped.
@@ -134,113 +166,166 @@ class LogprobGuard:
         Raises:
             LogprobDriftError: they differ by more than `max_logprob_drift`.
         """
-        rows, version = batch.rows, self._generator.policy_version
-        known = [number for number, row in enumerate(rows) if row.id != UNKNOWN_ID]
-        is_unfit = not known or any(rows[number].logprobs is None for number in known)
-        if not self.is_due or largest_of_all(self._trainer.accelerator, is_unfit):
+        if not self.is_due:
+            return
+        known = [number for number, row in enumerate(batch.rows) if row.id != UNKNOWN_ID]
+        lacks_logprobs = any(batch.rows[number].logprobs is None for number in known)
+        is_unfit = not known or lacks_logprobs
+        if largest_of_all(self._trainer.accelerator, is_unfit):
             return
         self.is_due = False
-        is_of_all = recomputed_BT is not None and self._is_auto
-        num_chosen = len(known) if is_of_all else self._config.verify_num_sequences
-        stride = max(1, len(known) // num_chosen)
-        # Other rows each time, so that every row is checked at some time.
-        first = (self._num_rollouts - 1) // self._config.verify_every_steps % stride
-        chosen = known[first::stride][:num_chosen]
+        with observer().span("guard", policy_version=self._generator.policy_version) as span:
+            report = self._compare(batch, known, recomputed_BT)
+            span.set(max_drift=report.max)
+
+    def _compare(
+        self, batch: LossBatch, known: list[int], recomputed_BT: torch.Tensor | None
+    ) -> DriftReport:
+        """Compare tokens in some of the `known` rows, and act on the drift; see `check`."""
         if recomputed_BT is None:
+            chosen = self._chosen_rows(known, self._config.verify_num_sequences)
             trained_BT = self._recompute(batch.at(chosen, len(chosen)))
         else:
+            num_chosen = len(known) if self._is_auto else self._config.verify_num_sequences
+            chosen = self._chosen_rows(known, num_chosen)
             trained_BT = recomputed_BT[chosen]
-        compared: dict[str, ComparedRow] = {}
-        masks = batch.completion_mask[chosen].tolist()
-        for number, values, mask in zip(chosen, trained_BT.float().tolist(), masks, strict=True):
-            row = rows[number]
-            assert row.logprobs is not None
-            positions = [
-                t
-                for t, is_sampled in enumerate(row.is_sampled)
-                if is_sampled and mask[t] and row.versions[t] in (None, version)
-            ]
-            pair = ([nats[t] for t in positions] for nats in (row.logprobs, values))
-            compared[f"row {number}, {row.name}"] = ComparedRow(row, positions, *pair)
-        some = chosen[: agreement.NUM_MEASURED]
-        measured = list(compared.values())[: agreement.NUM_MEASURED]
-        noise = self._noise(measured, trained_BT, batch.at(some, len(some)))
+        compared = self._compared_rows(batch, chosen, trained_BT)
+
+        measured_numbers = chosen[: agreement.NUM_MEASURED]
+        measured_rows = list(compared.values())[: agreement.NUM_MEASURED]
+        measured_batch = batch.at(measured_numbers, len(measured_numbers))
+        noise = self._noise(measured_rows, trained_BT, measured_batch)
+
         sampled = {name: row.sampled for name, row in compared.items()}
         trained = {name: row.trained for name, row in compared.items()}
         report = drift(sampled, trained, float(noise))
         worst = compared.get(report.request_id)
         if worst is not None:
-            metrics = {name: getattr(report, name.rpartition("drift_")[2]) for name in LOGGED}
-            if report.first_position is not None:
-                position = worst.positions[report.first_position]
-                metrics["rollout/logprob_drift_first_token"] = position
-            for name, value in metrics.items():
-                self._trainer._metrics["train"][name].append(value)
+            self._log_drift(report, worst)
         rows = [row for row in compared.values() if row.sampled]
         self._act(report, worst, batch, rows)
         if self._is_auto:
             self._choose(rows, noise, batch)
+        return report
+
+    def _chosen_rows(self, known: list[int], num_chosen: int) -> list[int]:
+        """Return the rows of this check; successive checks take different rows."""
+        stride = max(1, len(known) // num_chosen)
+        num_checks = (self._num_rollouts - 1) // self._config.verify_every_steps
+        first = num_checks % stride
+        return known[first::stride][:num_chosen]
+
+    def _compared_rows(
+        self, batch: LossBatch, chosen: list[int], trained_BT: torch.Tensor
+    ) -> dict[str, ComparedRow]:
+        """Return the tokens that the current policy sampled, by row.
+
+        `trained_BT` has the log-probabilities of the `chosen` rows alone.
+        """
+        version = self._generator.policy_version
+        masks = batch.completion_mask[chosen].tolist()
+        values_of_rows = trained_BT.float().tolist()
+        compared: dict[str, ComparedRow] = {}
+        for number, values, mask in zip(chosen, values_of_rows, masks, strict=True):
+            row = batch.rows[number]
+            assert row.logprobs is not None
+            positions = []
+            for t, is_sampled in enumerate(row.is_sampled):
+                if is_sampled and mask[t] and row.versions[t] in (None, version):
+                    positions.append(t)
+            compared[f"row {number}, {row.name}"] = ComparedRow(
+                row=row,
+                positions=positions,
+                sampled=[row.logprobs[t] for t in positions],
+                trained=[values[t] for t in positions],
+            )
+        return compared
+
+    def _log_drift(self, report: DriftReport, worst: ComparedRow) -> None:
+        metrics = self._trainer._metrics["train"]
+        for name in LOGGED:
+            _, _, field = name.partition("_drift_")
+            metrics[name].append(getattr(report, field))
+        if report.first_position is not None:
+            position = worst.positions[report.first_position]
+            metrics["rollout/logprob_drift_first_token"].append(position)
 
     def are_usable(self, sampled_BT: torch.Tensor | None, rows: Sequence[LossRow]) -> bool:
         """Return whether sampled log-probabilities may be the old ones, on every process.
 
-        With old_logps="auto" only those of the trainer's own version: there the two are equal.
+        With old_logps="auto", only tokens of the trainer's current version are used.
         """
         if not self.is_trusted:
             return False
-        is_older = self._is_auto and any(
-            version != self._generator.policy_version
-            for row in rows
-            for version, is_sampled in zip(row.versions, row.is_sampled, strict=True)
-            if is_sampled
-        )
-        return not largest_of_all(self._trainer.accelerator, float(sampled_BT is None or is_older))
+        sampled_at = self._generator.defaults.temperature
+        if self._is_auto and sampled_at != self.loss_temperature:
+            # A callback anneals the temperature; `warn_of_bias` has said so.
+            return False
+        version = self._generator.policy_version
+        is_older = self._is_auto and not all(_is_wholly_of(row, version) for row in rows)
+        is_unusable = sampled_BT is None or is_older
+        return not largest_of_all(self._trainer.accelerator, float(is_unusable))
 
     def _noise(
         self, some: list[ComparedRow], trained_BT: torch.Tensor, batch: LossBatch
     ) -> torch.Tensor:
         """Return the rounding, in nats, of some rows' log-probabilities, `[1]`."""
-        model, accelerator = self._trainer.model, self._trainer.accelerator
+        model = self._trainer.model
+        accelerator = self._trainer.accelerator
         dtype = compute_dtype(model, accelerator.mixed_precision)
         is_coarse = dtype.itemsize < torch.float32.itemsize
+        num_tokens = 0
+        for compared in some:
+            num_tokens += len(compared.row.prompt_ids) + len(compared.row.completion_ids)
         positions = [compared.positions for compared in some]
-        num_tokens = sum(len(c.row.prompt_ids) + len(c.row.completion_ids) for c in some)
+
+        def recomputed() -> list[torch.Tensor]:
+            return _at(self._recompute(batch), positions)
+
         precise = None
         is_measured = is_coarse or agreement.is_measurable(model, num_tokens)
         if is_measured and not shards_models(accelerator):
-            higher = torch.float32 if is_coarse else torch.float64
-            precise = agreement.computed_in(higher, lambda: _at(self._recompute(batch), positions))
+            higher_dtype = torch.float32 if is_coarse else torch.float64
+            precise = agreement.computed_in(higher_dtype, recomputed)
         return agreement.overall_noise(_at(trained_BT, positions), precise, dtype)
 
     def _choose(
         self, compared: Sequence[ComparedRow], noise: torch.Tensor, batch: LossBatch
     ) -> None:
-        """Trust the sampled ones from now on if they are the trainer's to rounding.
+        """Decide whether to use the sampled log-probabilities from now on.
 
-        And if the loss would clip next to none of the ratios that rounding leaves.
+        They must equal the trainer's up to rounding, and the loss must clip almost none of the
+        ratios that rounding alone produces.
         """
         sampled = [torch.tensor(row.sampled) for row in compared]
         trained = [torch.tensor(row.trained) for row in compared]
-        found = agreement.agrees(sampled, trained, noise.expand(len(compared)))
-        log_ratios = [ours - theirs for ours, theirs in zip(trained, sampled, strict=True)]
+        agrees = agreement.agrees(sampled, trained, noise.expand(len(compared)))
+        log_ratios = []
+        for sampled_T, trained_T in zip(sampled, trained, strict=True):
+            log_ratios.append(trained_T - sampled_T)
         clipped = _clipped_share(self._trainer, log_ratios)
-        is_here = bool(compared) and bool(found) and clipped <= MAX_CLIPPED_SHARE
-        self.is_trusted = not largest_of_all(self._trainer.accelerator, float(not is_here))
-        if self.is_trusted or is_here or not compared or self._was_said:
+        is_trusted_here = bool(compared) and bool(agrees) and clipped <= MAX_CLIPPED_SHARE
+        self.is_trusted = not largest_of_all(self._trainer.accelerator, float(not is_trusted_here))
+        if self.is_trusted or is_trusted_here or not compared or self._was_said:
             return
         self._was_said = True
-        reason, said = f"sampled log-probabilities are off the trainer's by {found}", ""
-        if not found:
-            rows = zip(compared, sampled, trained, strict=True)
-            differing = [row for row, a, b in rows if not agreement.agrees([a], [b], noise)]
-            _, said = self._audited(batch, differing, agreement.TYPICAL_MULTIPLE * float(noise))
-        else:
+        if agrees:
+            said = ""
             reason = (
                 f"rounding alone would clip {clipped:.0%} of the ratios (epsilon="
-                f"{self._trainer.epsilon_low:g}, and {found.noise:.2g} nats of rounding)"
+                f"{self._trainer.epsilon_low:g}, and {agrees.noise:.2g} nats of rounding)"
             )
+        else:
+            reason = f"sampled log-probabilities differ from the trainer's by {agrees}"
+            differing = []
+            for row, sampled_T, trained_T in zip(compared, sampled, trained, strict=True):
+                if not agreement.agrees([sampled_T], [trained_T], noise):
+                    differing.append(row)
+            limit = agreement.TYPICAL_MULTIPLE * float(noise)
+            _, said = self._audited(batch, differing, limit)
         warnings.warn(
-            f"old_logps='auto': {reason}; old ones are recomputed by the trainer.{said}",
+            f"old_logps='auto': {reason}; the trainer recomputes the old ones, with one more "
+            f"forward per rollout.{said} To choose this without a check, set old_logps='trainer'.",
             stacklevel=2,
         )
 
@@ -256,39 +341,46 @@ class LogprobGuard:
             allowed = 0.0
         if allowed is None or largest_of_all(self._trainer.accelerator, report.max) <= allowed:
             return
-        message = "on another process"
+        message = "log-probabilities drifted on another process"
         if worst is not None and report.max > allowed:
             message = self._description(report, worst)
-        message += f", max_logprob_drift={allowed:.3g}; "
+        message += f", more than max_logprob_drift={allowed:.3g}; "
         if self._config.on_logprob_drift == enums.OnLogprobDrift.RAISE:
-            message += "raise it, or look for what changes the forward between rollout and loss."
+            message += "raise it, or find what changes the forward between rollout and loss."
             audited, said = self._audited(batch, rows, allowed)
             raise LogprobDriftError(message + said, audited)
         if self.is_trusted:
-            message += "old log-probabilities are recomputed by the trainer from now on."
-            warnings.warn(message + self._audited(batch, rows, allowed)[1], stacklevel=2)
+            message += "the trainer recomputes the old log-probabilities from now on."
+            _, said = self._audited(batch, rows, allowed)
+            warnings.warn(message + said, stacklevel=2)
         self.is_trusted = False
 
     def _audited(
         self, batch: LossBatch, rows: Sequence[ComparedRow], limit: float
     ) -> tuple[AuditReport | None, str]:
-        """Return why rows have differences beyond `limit`, in nats, and a sentence that says it.
+        """Return the cause of differences beyond `limit`, in nats, and a sentence about it.
 
-        None and "": none of them has, or the model and its inputs cannot be audited here.
+        None and "": no row differs by more, or the model and its inputs cannot be audited here.
         """
-        trainer, generator = self._trainer, self._generator
-        found = [row.first_difference(limit, trainer.temperature) for row in rows]
-        outputs = [output for output in found if output is not None]
+        trainer = self._trainer
+        generator = self._generator
         if not holds_whole_model(trainer) or image_arguments(batch.settings):
             return None, ""
+        outputs = []
+        for row in rows:
+            output = row.first_difference(limit, trainer.temperature)
+            if output is not None:
+                outputs.append(output)
         report = audit_drift(
             outputs,
             trainer,
-            engine=generator if isinstance(generator, RolloutGenerator) else None,
-            sampling_params=generator.manager.defaults,
+            engine=generator.local_generator,
+            sampling_params=generator.defaults,
             logprobs_mode=reported_mode(self._config),
         )
-        return report, "" if report is None else f" {report.sentence}"
+        if report is None:
+            return None, ""
+        return report, f" {report.sentence}"
 
     def _description(self, report: DriftReport, worst: ComparedRow) -> str:
         position = worst.positions[report.position]
@@ -296,20 +388,31 @@ class LogprobGuard:
         message = f"{report.request_id}, generated token {position} ({text!r}): sampled "
         message += f"log-probability is {report.max:.3g} nats from the trainer's forward"
         if report.first_position is not None and report.first_position < report.position:
-            message += f", the first difference at token {worst.positions[report.first_position]}"
+            first = worst.positions[report.first_position]
+            message += f" (the first difference is at token {first})"
         return message
 
 
 def _at(values_BT: torch.Tensor, positions: Sequence[list[int]]) -> list[torch.Tensor]:
     """Return the values of each of the first rows at its positions."""
-    rows = zip(values_BT[: len(positions)], positions, strict=True)
-    return [row_T[torch.tensor(at, dtype=torch.int64)] for row_T, at in rows]
+    values = []
+    for values_T, positions_of_row in zip(values_BT[: len(positions)], positions, strict=True):
+        values.append(values_T[torch.tensor(positions_of_row, dtype=torch.int64)])
+    return values
+
+
+def _is_wholly_of(row: LossRow, version: int) -> bool:
+    """Return whether this policy version sampled every sampled token of a row."""
+    for own_version, is_sampled in zip(row.versions, row.is_sampled, strict=True):
+        if is_sampled and own_version != version:
+            return False
+    return True
 
 
 def updates_once(trainer: Any) -> bool:
     """Return True if each rollout trains one optimizer step (trl 1.16); False for RLOO.
 
-    Such a loss can take its own log-probabilities as the old ones: every ratio is exactly 1.
+    Such a loss can use its own log-probabilities as the old ones: every ratio is exactly 1.
     """
     if not hasattr(trainer, "vllm_importance_sampling_correction"):
         return False
@@ -321,18 +424,21 @@ def updates_once(trainer: Any) -> bool:
 def _clipped_share(trainer: Any, log_ratios: Sequence[torch.Tensor]) -> float:
     """Return the share of a loss's ratios that it clips in the first update (trl 1.16).
 
-    Ratios are of tokens, or of sequences: GSPO's of the mean of the tokens' `log_ratios`, RLOO's of
-    the sum.
+    Ratios are per token, or per sequence: GSPO takes the mean of the tokens' `log_ratios`, RLOO
+    their sum.
     """
     if not log_ratios or updates_once(trainer):
         return 0.0
     level = getattr(trainer, "importance_sampling_level", "sum")
     if level == "token":
         values = torch.cat(list(log_ratios))
+    elif level == "sum":
+        values = torch.stack([ratios_T.sum() for ratios_T in log_ratios])
     else:
-        values = torch.stack([r_T.sum() if level == "sum" else r_T.mean() for r_T in log_ratios])
+        values = torch.stack([ratios_T.mean() for ratios_T in log_ratios])
     loss = getattr(trainer, "loss_type", "grpo")
-    low, high = math.inf, math.inf
+    low = math.inf
+    high = math.inf
     if loss == "cispo":
         high = math.log(max(trainer.epsilon_high, 1.0))
     elif loss not in UNCLIPPED_LOSSES:
@@ -343,46 +449,66 @@ def _clipped_share(trainer: Any, log_ratios: Sequence[torch.Tensor]) -> float:
 
 
 def are_comparable(config: RolloutConfig, params: SamplingParams) -> bool:
-    """Return True if sampled and recomputed log-probabilities are of one distribution."""
+    """Return True if sampled and recomputed log-probabilities share one distribution."""
     if config.sampling_mask == enums.SamplingMaskMode.REPLAY:
         return True
     return config.logprobs_mode == enums.LogprobsMode.POLICY or not params.is_processed
 
 
+def loss_temperature(trainer: Any, config: RolloutConfig, made_at_temperature: float) -> float:
+    """Return the temperature by which the loss divides logits now.
+
+    Args:
+        trainer: the trainer.
+        config: its generator's config.
+        made_at_temperature: the temperature that the trainer was made with. TRL 1.16 fixes it in
+            the model's head, and ignores a temperature that a callback sets later. Our forward that
+            replays truncation uses the trainer's current temperature.
+    """
+    replays = config.sampling_mask == enums.SamplingMaskMode.REPLAY
+    return trainer.temperature if replays else made_at_temperature
+
+
 def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> None:
-    """Refuse settings under which the old log-probabilities are of another distribution."""
+    """Refuse settings that take old log-probabilities from a different distribution."""
     if config.sampling_mask == enums.SamplingMaskMode.REPLAY and params.is_adjusted:
         raise refused("replay, adjusted")
     if config.old_logps == enums.OldLogps.ROLLOUT and not are_comparable(config, params):
         raise refused("sampled old logps, processed")
 
 
-def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) -> None:
-    """Warn, with numbers, where the loss and the samples are of different distributions."""
-    effect = "nothing corrects for it"
+def warn_of_bias(
+    trainer: Any, config: RolloutConfig, params: SamplingParams, divisor: float
+) -> None:
+    """Warn, with numbers, if the loss and the samples use different distributions.
+
+    `divisor`: the temperature by which the loss divides logits; see `loss_temperature`.
+    """
+    effect = "nothing corrects the difference"
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
     # The trainer's ratios are of the distribution that was sampled from.
     if corrects and config.logprobs_mode == enums.LogprobsMode.PROCESSED:
         effect = "the importance-sampling correction multiplies the difference into the loss"
     biases = []
-    if params.temperature != trainer.temperature:
+    if params.temperature != divisor:
         biases.append(
-            f"generation_kwargs sample at temperature={params.temperature:g}, and the loss divides "
-            f"logits by {trainer.temperature:g}: its ratios are of another policy. Set temperature "
-            "in the trainer's config instead."
+            f"generation_kwargs set temperature={params.temperature:g} for sampling, but the loss "
+            f"divides logits by {divisor:g}, so its ratios belong to another policy. Set "
+            "temperature in the trainer's config instead, before the trainer is made."
         )
     if params.is_truncated and config.sampling_mask != enums.SamplingMaskMode.REPLAY:
         truncations, bound = _truncations(params, trainer.args.max_completion_length)
         biases.append(
-            f"{truncations}: completions are sampled from part of the distribution{bound}, the "
-            f"loss is of all of it; {effect}. rollout/log_kept_mass says how much is cut. Set "
-            "sampling_mask='replay' for exact ratios, or switch truncation off."
+            f"{truncations}: completions are sampled from a part of the distribution{bound}, but "
+            f"the loss uses all of it; {effect}. rollout/log_kept_mass shows how much is cut off. "
+            "Set sampling_mask='replay' for exact ratios, or switch truncation off."
         )
-    if adjustments := _adjustments(trainer, params):
+    adjustments = _adjustments(trainer, params)
+    if adjustments:
         biases.append(
-            f"{adjustments}: completions are sampled from changed logits, the loss is of the "
-            f"model's own; {effect}, and the drift does not show it. Take it out of the trainer's "
-            "settings, generation_kwargs and model.generation_config."
+            f"{adjustments}: completions are sampled from changed logits, but the loss uses the "
+            f"model's own; {effect}, and the logged drift does not show it. Remove the setting "
+            "from the trainer's config, generation_kwargs and model.generation_config."
         )
     for bias in biases:
         # The caller of attach().
@@ -390,24 +516,32 @@ def warn_of_bias(trainer: Any, config: RolloutConfig, params: SamplingParams) ->
 
 
 def _truncations(params: SamplingParams, length: int) -> tuple[str, str]:
-    """Return the settings that truncate, and a bound of the probability that is left."""
-    rest = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    settings = {k: value for k in rest if (value := getattr(params, k)) != rest[k]}
+    """Return the settings that truncate, and a bound on the probability that they keep."""
+    settings: dict[str, float] = {}
+    for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        value = getattr(params, name)
+        if value != neutral:
+            settings[name] = value
     bound = ""
     if settings.keys() == {"top_p"}:
         lowest = length * math.log(params.top_p)
-        bound = f" (at least {params.top_p:g} a token; e**{lowest:.0f} over {length} tokens)"
-    return ", ".join(f"{k}={v:g}" for k, v in settings.items()), bound
+        bound = (
+            f" (at least {params.top_p:g} of each token's probability, e**{lowest:.0f} over "
+            f"{length} tokens)"
+        )
+    truncations = ", ".join(f"{name}={value:g}" for name, value in settings.items())
+    return truncations, bound
 
 
 def _adjustments(trainer: Any, params: SamplingParams) -> str:
-    """Return the settings that change logits, by our names and the trainer's."""
+    """Return the settings that change logits, by this package's names and the trainer's."""
     adjustments = dict(params.adjustments)
     # TRL 1.16 itself forbids the image token of a vision-language model.
     image_token = getattr(getattr(trainer.model, "config", None), "image_token_id", None)
     if adjustments.get("logit_bias") == {image_token: -math.inf}:
         del adjustments["logit_bias"]
-    names = ((name, COUNTERPARTS.get(name, name)) for name in adjustments)
-    return ", ".join(
-        name if theirs in (name, "") else f"{name} ({theirs})" for name, theirs in names
-    )
+    names = []
+    for name in adjustments:
+        theirs = COUNTERPARTS.get(name, name)
+        names.append(name if theirs in (name, "") else f"{name} ({theirs})")
+    return ", ".join(names)

@@ -19,7 +19,8 @@ from cb_rollout.compat.patching import replacing
 from cb_rollout.config.enums import Numerics, SamplingMaskMode
 from cb_rollout.config.hf import as_rollout_config
 from cb_rollout.errors import ConfigurationError
-from cb_rollout.integrations.trl.backend import GENERATION_MODE, GenerationBackend
+from cb_rollout.integrations.trl.backend import LOADED, GenerationBackend, create_sampler
+from cb_rollout.rollout.sampler import Sampler, SamplerSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,11 @@ class GenerationSeam:
     synced_step: str = "_last_loaded_step"
 
 
-_LOADED = {"use_vllm": True, "vllm_mode": GENERATION_MODE}
 _SYNCED = {"use_vllm": True, "vllm_sync_frequency": 1}
 
 # By the name of TRL's class. A subclass generates as its parent does.
 SEAMS = {
-    "DistillationTrainer": GenerationSeam(("_generate",), _LOADED),
+    "DistillationTrainer": GenerationSeam(("_generate",), LOADED),
     "GOLDTrainer": GenerationSeam(
         ("_generate_on_policy_for_slices", "_generate_on_policy_vlm_raw"),
         _SYNCED,
@@ -48,8 +48,8 @@ SEAMS = {
         ("_generate_student_completions",), _SYNCED, "_last_vllm_sync_step"
     ),
     "OnlineDPOTrainer": GenerationSeam(("_generate",)),
-    "SDFTTrainer": GenerationSeam(("_generate",), _LOADED),
-    "SDPOTrainer": GenerationSeam(("_generate",), _LOADED),
+    "SDFTTrainer": GenerationSeam(("_generate",), LOADED),
+    "SDPOTrainer": GenerationSeam(("_generate",), LOADED),
 }
 
 
@@ -63,7 +63,8 @@ def seam_of(trainer: Any) -> GenerationSeam | None:
 
 def require_generation_alone(trainer: Any, config: Any, seam: GenerationSeam) -> None:
     """Refuse settings that need more of a trainer than its generation."""
-    config, name = as_rollout_config(config), type(trainer).__name__
+    config = as_rollout_config(config)
+    name = type(trainer).__name__
     for setting, is_set in (
         ("sampling_mask='replay'", config.sampling_mask == SamplingMaskMode.REPLAY),
         ("router_replay=True", config.router_replay),
@@ -76,13 +77,22 @@ def require_generation_alone(trainer: Any, config: Any, seam: GenerationSeam) ->
             )
     if not seam.attributes and getattr(trainer, "is_vision_model", False):
         raise ConfigurationError(
-            f"a {name} of a model that reads images generates by itself; do not attach it."
+            f"a {name} generates by itself when its model reads images; do not attach it."
         )
 
 
-def install_generation(trainer: Any, backend: GenerationBackend, seam: GenerationSeam) -> None:
+def attach_generation(trainer: Any, source: SamplerSource, seam: GenerationSeam) -> Sampler:
+    """Attach a trainer whose loss needs nothing from the rollout but its tokens."""
+    require_generation_alone(trainer, source.config, seam)
+    sampler = create_sampler(trainer, source)
+    backend = GenerationBackend(trainer, sampler, synced_step=seam.synced_step)
+    _install_generation(trainer, backend, seam)
+    backend.install(seam.attributes)
+    return sampler
+
+
+def _install_generation(trainer: Any, backend: GenerationBackend, seam: GenerationSeam) -> None:
     """Make a trainer generate with the backend, until the backend is closed."""
-    backend.override(vllm_generation=backend, **seam.attributes, **{seam.synced_step: -1})
     if not hasattr(trainer, "_metrics"):
         backend.override(
             _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
@@ -97,7 +107,7 @@ def install_generation(trainer: Any, backend: GenerationBackend, seam: Generatio
 
 @contextmanager
 def _generating(trainer: Any, backend: GenerationBackend) -> Iterator[None]:
-    """Generate by the backend where the trainer calls `generate` of its model."""
+    """Generate with the backend when the trainer calls its model's `generate`."""
     backend.sync_once_a_step()
     model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     with replacing([(model, "generate", partial(_padded_generation, backend))]):
@@ -111,8 +121,10 @@ def _padded_generation(
     generation_config: Any,
 ) -> torch.Tensor:
     """Return prompts and sampled completions as `generate` of transformers does, (B, P + T)."""
-    pairs = zip(input_ids, attention_mask.bool(), strict=True)
-    outputs = backend.sample([ids[mask].tolist() for ids, mask in pairs])
+    prompts = []
+    for ids, mask in zip(input_ids, attention_mask.bool(), strict=True):
+        prompts.append(ids[mask].tolist())
+    outputs = backend.sample(prompts)
     completions_BT = torch.nn.utils.rnn.pad_sequence(
         [torch.tensor(output.generated_tokens) for output in outputs],
         batch_first=True,
@@ -126,10 +138,13 @@ def _with_metrics(trainer: Any) -> Callable[..., None]:
     log = trainer.log
 
     def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        kept = trainer._metrics["eval" if prefix else "train"]
-        means = {prefix + name: sum(values) / len(values) for name, values in kept.items()}
+        is_evaluation = any(name.startswith("eval_") for name in logs)
+        prefix = "eval_" if is_evaluation else ""
+        kept = trainer._metrics["eval" if is_evaluation else "train"]
+        with_means = dict(logs)
+        for name, values in kept.items():
+            with_means[prefix + name] = sum(values) / len(values)
         kept.clear()
-        log({**logs, **means}, *args, **kwargs)
+        log(with_means, *args, **kwargs)
 
     return logged

@@ -37,15 +37,36 @@ class OrderedHead:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[Any, ...]:
-        """Return what TRL's function does; its first output is the log-probabilities, (N,)."""
+        """Return the same as TRL's function; its first output is the log-probabilities, (N,).
+
+        Args:
+            hidden_NH: hidden states before the head, floating point.
+            weight_VH: the head's weight.
+            bias_V: the head's bias; None: it has none.
+            targets_N: token ids to score, int64.
+            temperature: divides the logits.
+            chunk_size: tokens whose logits TRL computes at a time.
+            softcap: bound of the logits, by a tanh; None: there is none.
+            logit_scale: multiplies the logits.
+            outputs: names of what TRL's function returns beside log-probabilities.
+        """
+        # An autograd function takes no keywords.
         theirs_N, *others = HEAD.own.apply(
-            *(hidden_NH, weight_VH, bias_V, targets_N, temperature),
-            *(chunk_size, softcap, logit_scale, outputs),
+            hidden_NH,
+            weight_VH,
+            bias_V,
+            targets_N,
+            temperature,
+            chunk_size,
+            softcap,
+            logit_scale,
+            outputs,
         )
-        chunks = zip(hidden_NH.split(CHUNK_TOKENS), targets_N.split(CHUNK_TOKENS), strict=True)
+        hidden_chunks = hidden_NH.split(CHUNK_TOKENS)
+        target_chunks = targets_N.split(CHUNK_TOKENS)
         ours = []
         with torch.no_grad():
-            for chunk_NH, chunk_targets_N in chunks:
+            for chunk_NH, chunk_targets_N in zip(hidden_chunks, target_chunks, strict=True):
                 # As transformers 5.23 computes logits.
                 logits_NV = functional.linear(chunk_NH, weight_VH, bias_V)
                 if logit_scale != 1:

@@ -26,7 +26,8 @@ from cb_rollout.config.combinations import refused
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.memory.device import to_device
-from cb_rollout.engine.memory.training import TrainingMemory
+from cb_rollout.engine.memory.training import TrainingMemory, forget_peaks
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.routers import Routers
 from cb_rollout.engine.numerics.agreement import is_measurable, references
 from cb_rollout.engine.numerics.higher_precision import higher_precision
@@ -35,21 +36,16 @@ from cb_rollout.errors import ConfigurationError, error_text
 from cb_rollout.integrations.trl import images
 from cb_rollout.integrations.trl.images import IMAGE_ARGUMENTS
 from cb_rollout.integrations.trl.rows.loss_rows import Forward, LossBatch, Result
-from cb_rollout.packing.batch import (
-    PackedBatch,
-    PackedRow,
-    PackingLayout,
-    num_tree_tokens,
-    pack,
-    representative,
-    with_rope_sides,
-)
+from cb_rollout.packing.batch import PackedBatch, PackingLayout, pack
 from cb_rollout.packing.forward import Scores, differing_gradients, score_batches
 from cb_rollout.packing.logprobs import first_layout, warn_of_padding
+from cb_rollout.packing.prefix_tree import num_tree_tokens, representative
+from cb_rollout.packing.rows import PackedRow, with_rope_sides
 from cb_rollout.rollout.distributed import largest_of_all
 
 # Reasons not to pack a batch, the graver one last.
-NO_ROWS, OTHER_INPUTS = 1, 2
+NO_ROWS = 1
+OTHER_INPUTS = 2
 
 # The reason of a process that has found none itself.
 ELSEWHERE = "so found another process"
@@ -62,7 +58,7 @@ class LossTokens:
     loss_tokens_computed: int = 0
     """Tokens that went through the model, padding included."""
     loss_tokens_useful: int = 0
-    """Tokens that the scores need: completions without the last, each common prefix once."""
+    """Tokens that the scores need: each shared prefix once, without last completion tokens."""
     prompts_shared: int = 0
     """Completions that used a prompt computed for another completion."""
     rows_left_out: int = 0
@@ -71,8 +67,10 @@ class LossTokens:
 
 def padded_tokens(batch: LossBatch) -> LossTokens:
     """Return the counts of the trainer's own forward."""
-    rows, num_tokens = batch.unpadded(), batch.input_ids.numel()
-    return LossTokens(num_tokens, num_tree_tokens(rows) if rows else num_tokens)
+    num_tokens = batch.input_ids.numel()
+    rows = batch.unpadded()
+    num_useful = num_tree_tokens(rows) if rows else num_tokens
+    return LossTokens(loss_tokens_computed=num_tokens, loss_tokens_useful=num_useful)
 
 
 @dataclass
@@ -80,7 +78,8 @@ class PackedScores:
     """Scores of a batch of rows by a model."""
 
     trainer: Any
-    model: torch.nn.Module
+    facts: ModelFacts
+    """The model that scores."""
     rows: list[PackedRow]
     layout: PackingLayout
     batch: LossBatch
@@ -96,7 +95,7 @@ class PackedScores:
     @property
     def key(self) -> tuple[Any, ...]:
         """Forwards with equal keys share a comparison with the trainer's own."""
-        identity = forward_identity(hf_compat.unwrap(self.model))
+        identity = forward_identity(self.facts.module)
         return identity, self.layout, torch.is_grad_enabled(), self.has_images
 
     def scores(
@@ -104,36 +103,38 @@ class PackedScores:
     ) -> list[Scores]:
         """Run the rows at `trained` with gradients, and the others without.
 
-        Where batches with gradients have at most `max_kept_tokens` together, nothing is computed
-        again in the backward pass.
+        If all batches with gradients together have at most `max_kept_tokens`, the backward pass
+        recomputes nothing.
         """
-        device, inner = next(self.model.parameters()).device, hf_compat.unwrap(self.model)
-        others = sorted(set(range(len(self.rows))) - set(trained))
-        names = image_argument_names(inner)
-        has_gradient, layout = torch.is_grad_enabled(), self.layout
-
-        def packed(numbers: Sequence[int]) -> list[PackedBatch]:
-            return pack(self.rows, numbers, layout, device, max_tokens, names)
-
-        with_gradient = packed(trained)
-        is_kept = sum(batch.num_tokens for batch in with_gradient) <= max_kept_tokens
-        keeps = is_kept or not has_gradient or not hf_compat.checkpointed_layers(inner)
-        if layout is PackingLayout.FORKED_STATES and not keeps:
+        layout = self.layout
+        with_gradient = self._packed(trained, layout, max_tokens)
+        num_tokens = sum(batch.num_tokens for batch in with_gradient)
+        is_kept = num_tokens <= max_kept_tokens
+        computes_again = False
+        if torch.is_grad_enabled() and not is_kept:
+            computes_again = bool(hf_compat.checkpointed_layers(self.facts.module))
+        if layout is PackingLayout.FORKED_STATES and computes_again:
             # Layers that are computed again take no states.
             layout = PackingLayout.PADDED
-            with_gradient = packed(trained)
-        without = packed(others)
-        self._batches = with_gradient + without
+            with_gradient = self._packed(trained, layout, max_tokens)
+        others = sorted(set(range(len(self.rows))) - set(trained))
+        self._batches = with_gradient + self._packed(others, layout, max_tokens)
+        num_trained = 0
+        for number in trained:
+            if self.rows[number].completion_ids:
+                num_trained += 1
         self.tokens = LossTokens(
-            sum(batch.num_tokens for batch in self._batches),
-            num_tree_tokens(self.rows),
-            sum(batch.num_shared_prompts for batch in self._batches),
-            len(self.rows) - sum(bool(self.rows[number].completion_ids) for number in trained),
+            loss_tokens_computed=sum(batch.num_tokens for batch in self._batches),
+            loss_tokens_useful=num_tree_tokens(self.rows),
+            prompts_shared=sum(batch.num_shared_prompts for batch in self._batches),
+            rows_left_out=len(self.rows) - num_trained,
         )
-        keeping = hf_compat.keeping_activations(inner) if keeps else nullcontext()
+        keeping = nullcontext()
+        if not computes_again:
+            keeping = hf_compat.keeping_activations(self.facts.module)
         with self.trainer.accelerator.autocast(), keeping:
             return score_batches(
-                self.model,
+                self.facts.given,
                 self._batches,
                 self._head,
                 num_trained=len(with_gradient),
@@ -141,6 +142,18 @@ class PackedScores:
                 routers=self.routers,
                 counts=self.batch.counts,
             )
+
+    def _packed(
+        self, numbers: Sequence[int], layout: PackingLayout, max_tokens: int | None
+    ) -> list[PackedBatch]:
+        return pack(
+            self.rows,
+            numbers,
+            layout,
+            device=next(self.facts.module.parameters()).device,
+            max_tokens=max_tokens,
+            image_names=image_argument_names(self.facts.module),
+        )
 
     def unpacked(self, scores: list[Scores]) -> Result:
         """Return scores as TRL's forward does: (B, T), and 0 in the padding."""
@@ -157,28 +170,35 @@ class PackedScores:
             flat = torch.zeros(len(self.rows) * T, device=device)
             return flat.index_copy(0, indices_R, values_R).view(-1, T)
 
+        logprobs_BT = spread([part.logprobs_K for part in scores])
         entropies = [part.entropies_K for part in scores if part.entropies_K is not None]
-        return (
-            spread([part.logprobs_K for part in scores]),
-            spread(entropies) if entropies else None,
-            scores[0].aux_loss,
-        )
+        entropies_BT = spread(entropies) if entropies else None
+        return logprobs_BT, entropies_BT, scores[0].aux_loss
 
     def _head(
         self, own_forward: Callable[..., Any], batch: PackedBatch, arguments: dict[str, Any]
     ) -> Scores:
-        has_aux_loss = self.batch.has_aux_loss
-        if has_aux_loss:
+        """Run a batch, and score its K tokens by TRL's fused head, or over the sampling masks."""
+        if self.batch.has_aux_loss:
             arguments = arguments | {"output_router_logits": True}
         if any(row.sampling_mask is not None for row in self.rows):
             output = own_forward(**arguments, use_cache=False)
-            kept = [(self.rows[number].sampling_mask or ())[t] for number, t in batch.scored]
-            logits_KV, temperature = output.logits[0], self.trainer.temperature
-            found = masked_logprobs(logits_KV, batch.labels_K, kept, temperature)
-            return Scores(*found, output.aux_loss if has_aux_loss else None)
+            return self._masked_scores(output, batch)
         output = own_forward(**arguments, shift_labels=batch.labels_K[None], fused_lm_head=True)
         entropies = None if output.entropy is None else output.entropy[0]
         return Scores(output.log_probs[0], entropies, output.aux_loss)
+
+    def _masked_scores(self, output: Any, batch: PackedBatch) -> Scores:
+        """Score each token of a batch over the token ids in its sampling mask."""
+        kept = []
+        for number, t in batch.scored:
+            sampling_mask = self.rows[number].sampling_mask or ()
+            kept.append(sampling_mask[t])
+        logprobs_K, entropies_K = masked_logprobs(
+            output.logits[0], batch.labels_K, kept, self.trainer.temperature
+        )
+        aux_loss = output.aux_loss if self.batch.has_aux_loss else None
+        return Scores(logprobs_K, entropies_K, aux_loss)
 
 
 class PackedLoss:
@@ -193,14 +213,19 @@ class PackedLoss:
         packing_obstacle: str,
         cuts_images: Mapping[tuple[bool, bool], bool] | None = None,
     ) -> None:
-        """Pack what the trainer scores.
+        """Pack the rows that the trainer scores.
 
-        `packing_obstacle`: the reason why rows would mix end to end; "": they would not. Routers
-        replay the experts of the rollout; None: they choose for themselves. `cuts_images` says of
-        which kinds of images a forward may begin between them.
+        Args:
+            trainer: a GRPO or RLOO trainer.
+            config: the config of its sampler.
+            routers: replay the experts of the rollout; None: they choose for themselves.
+            packing_obstacle: the reason why concatenated rows would mix; "": they would not.
+            cuts_images: for each kind of images, whether a forward may begin between two of them.
         """
         self._cuts_images = {} if cuts_images is None else cuts_images
-        self._trainer, self._routers, self._can_pack = trainer, routers, not packing_obstacle
+        self._trainer = trainer
+        self._routers = routers
+        self._can_pack = not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
         # Of batches without images and with some; None: the trainer's own forward computes them.
         first = first_layout(packing_obstacle)
@@ -241,34 +266,33 @@ class PackedLoss:
         Log-probabilities and entropies are float32, in nats, and 0 in the padding. The first batch
         for each `PackedScores.key` is compared with `own`, the trainer's forward.
         """
-        has_images = False
-        if self._takes_images:
-            # Processes compare two forwards together.
-            own_images = batch.settings.get(images.PIXELS) is not None
-            has_images = largest_of_all(self._trainer.accelerator, own_images) > 0
-        layout = self._layouts[has_images]
+        has_images = self._has_images(batch)
+        layout = self._layout_of(batch, has_images)
         if layout is None:
             return None
-        if batch.has_aux_loss:
-            if not self._can_pack:
-                return None
-            layout = PackingLayout.WHOLE_ROWS
-        cuts = self._cuts_images if has_images else None
-        rows, reason = _rows_of_batch(hf_compat.unwrap(model), batch, cuts)
+        facts = ModelFacts.of(model)
+        cuts_images = self._cuts_images if has_images else None
+        rows, reason = _rows_of_batch(facts.module, batch, cuts_images)
         run = PackedScores(
-            self._trainer, model, rows or [], layout, batch, self._routers, has_images
+            trainer=self._trainer,
+            facts=facts,
+            rows=rows or [],
+            layout=layout,
+            batch=batch,
+            routers=self._routers,
+            has_images=has_images,
         )
         if not self._is_fit(run, reason) or not self._is_proved(run, own):
             return None
         # Sharded, every process enters as many forwards; a router loss balances the whole batch.
-        is_whole, trained = self._is_sharded or batch.has_aux_loss, list(range(len(run.rows)))
-        if batch.advantages is not None and not is_whole:
-            trained = _rows_with_gradient(run.rows, batch.advantages.tolist())
+        is_whole = self._is_sharded or batch.has_aux_loss
+        trained = list(range(len(run.rows)))
+        limit = None
+        if not is_whole:
+            limit = self._limit(batch)
+            if batch.advantages is not None:
+                trained = _rows_with_gradient(run.rows, batch.advantages.tolist())
         try:
-            limit = None if is_whole else self._max_tokens
-            if not is_whole and limit is None and batch.batch_size is not None:
-                # As many as in the trainer's own forward.
-                limit = batch.batch_size * batch.input_ids.shape[1]
             scores = run.scores(trained, limit, self._max_kept_tokens(run))
         except ConfigurationError as error:
             # Rows are longer than those compared, and than a window that attention is not told of.
@@ -279,12 +303,35 @@ class PackedLoss:
         self.tokens = run.tokens
         return run.unpacked(scores)
 
-    def _max_kept_tokens(self, run: PackedScores) -> int:
-        """Return the tokens whose activations take a quarter of the free memory; 0: none is kept.
+    def _has_images(self, batch: LossBatch) -> bool:
+        """Return whether the batch of any process has images."""
+        if not self._takes_images:
+            return False
+        # Processes compare two forwards together.
+        has_images_here = batch.settings.get(images.PIXELS) is not None
+        return largest_of_all(self._trainer.accelerator, has_images_here) > 0
 
-        Processes that gather weights for each layer must compute the same layers again.
+    def _layout_of(self, batch: LossBatch, has_images: bool) -> PackingLayout | None:
+        """Return how a batch is laid out; None if the trainer's own forward computes it."""
+        layout = self._layouts[has_images]
+        if layout is None or not batch.has_aux_loss:
+            return layout
+        return PackingLayout.WHOLE_ROWS if self._can_pack else None
+
+    def _limit(self, batch: LossBatch) -> int | None:
+        """Return the maximum tokens of one forward; None: no limit."""
+        if self._max_tokens is None and batch.batch_size is not None:
+            # As many as in the trainer's own forward.
+            return batch.batch_size * batch.input_ids.shape[1]
+        return self._max_tokens
+
+    def _max_kept_tokens(self, run: PackedScores) -> int:
+        """Return the number of tokens whose activations fit into a quarter of the free memory.
+
+        0: activations are not kept. Processes that gather weights for each layer must all recompute
+            the same layers.
         """
-        model = hf_compat.unwrap(run.model)
+        model = run.facts.module
         if self._is_sharded or self._max_tokens is not None or not torch.is_grad_enabled():
             return 0
         if not hf_compat.checkpointed_layers(model):
@@ -293,6 +340,7 @@ class PackedLoss:
             some = self._comparable(run)
             with noting_saved_bytes(model) as saved, without_dropout(model):
                 some.scores(range(len(some.rows)), None, sys.maxsize)
+            forget_peaks()
             num_bytes = sum(saved.values())
             self._bytes_per_token = max(1, num_bytes // some.tokens.loss_tokens_computed)
         device = self._trainer.accelerator.device
@@ -305,7 +353,7 @@ class PackedLoss:
         self._compared.clear()
 
     def _is_fit(self, run: PackedScores, reason: str | None) -> bool:
-        """Return whether a batch can be packed, on every process where they wait for each other."""
+        """Return whether a batch can be packed, on all processes that wait for each other."""
         unfit = 0 if any(row.completion_ids for row in run.rows) else NO_ROWS
         if reason:
             unfit = OTHER_INPUTS
@@ -318,7 +366,7 @@ class PackedLoss:
         return not unfit
 
     def _is_proved(self, run: PackedScores, own: Forward) -> bool:
-        """Compare some rows of a first batch both ways; fall back until the two agree."""
+        """Compare some rows of a first batch both ways; fall back until they agree."""
         not_shared: str | None = None
         while run.key not in self._compared:
             try:
@@ -329,6 +377,8 @@ class PackedLoss:
                 reason = str(error)
             except Exception as error:  # noqa: BLE001 - any error is the reason
                 reason = error_text(error)
+            finally:
+                forget_peaks()
             if not largest_of_all(self._trainer.accelerator, reason is not None):
                 self._compared.add(run.key)
                 break
@@ -336,7 +386,8 @@ class PackedLoss:
             if run.layout is PackingLayout.PADDED or self._is_sharded:
                 self._give_up(reason, run.has_images)
                 return False
-            not_shared, run.layout = reason, PackingLayout.PADDED
+            not_shared = reason
+            run.layout = PackingLayout.PADDED
         if not_shared is not None:
             self._layouts[run.has_images] = run.layout
             _warn_of_padding(not_shared)
@@ -347,53 +398,60 @@ class PackedLoss:
             batches = " for batches with images" if has_images else ""
             warnings.warn(
                 f"loss_forward='packed' is switched off{batches} ({reason}); the trainer's own "
-                "forward is used.",
+                "forward is used. The loss is equally correct but slower: it computes padding, "
+                "and each prompt once per completion. To choose this without a warning, set "
+                "loss_forward='trainer'.",
                 stacklevel=2,
             )
         self._layouts[has_images] = None
 
     def _comparable(self, run: PackedScores) -> PackedScores:
         """Return some rows of a batch, without a wrapper that waits for other processes."""
-        model, (numbers, rows) = hf_compat.unwrap(run.model), representative(run.rows)
+        numbers, rows = representative(run.rows)
         # The side at which the trainer's own forward computes every row is that of its width.
-        side = RowRope(model).side(run.batch.input_ids.shape[1])
+        side = RowRope(run.facts.module).side(run.batch.input_ids.shape[1])
         return replace(
             run,
-            model=hf_compat.trained_forward(run.model),
+            facts=ModelFacts.of(run.facts.outermost),
             rows=[row._replace(rope_side=side) for row in rows],
             # One forward of the trainer, for sharded processes enter as many as each other.
             batch=replace(run.batch.at(numbers, None), counts=None),
         )
 
     def _difference(self, run: PackedScores, own: Forward) -> str | None:
-        """Return how some rows differ from the trainer's own forward; None: by rounding alone."""
-        model, compared = hf_compat.unwrap(run.model), self._comparable(run)
+        """Return how some rows differ from the trainer's own forward; None if only by rounding."""
+        model = run.facts.module
+        compared = self._comparable(run)
         lengths = [len(row.completion_ids) for row in compared.rows]
         dtype = compute_dtype(model, self._trainer.accelerator.mixed_precision)
 
-        def logprobs(result: Result) -> list[torch.Tensor]:
-            return [row_T[:n] for row_T, n in zip(result[0], lengths, strict=True)]
+        def without_padding(result: Result) -> list[torch.Tensor]:
+            logprobs_BT, _, _ = result
+            return [row_T[:n] for row_T, n in zip(logprobs_BT, lengths, strict=True)]
 
         def packed() -> list[torch.Tensor]:
-            return logprobs(compared.unpacked(compared.scores(range(len(lengths)), None)))
+            scores = compared.scores(range(len(lengths)), None)
+            return without_padding(compared.unpacked(scores))
 
         def scored(rows: Sequence[PackedRow], layout: PackingLayout) -> list[torch.Tensor]:
             laid_out = replace(compared, rows=list(rows), layout=layout)
-            return [own.logprobs_K for own in laid_out.scores(range(len(rows)), None)]
+            scores = laid_out.scores(range(len(rows)), None)
+            return [part.logprobs_K for part in scores]
 
         # Without gradients, reentrant checkpoints warn that there will be none.
         moved = nullcontext() if self._is_sharded else with_moved_adapters(model)
         keeping = hf_compat.keeping_activations(model)
         with without_dropout(model), keeping, moved, torch.no_grad():
             expected = references(
-                lambda: logprobs(own(compared.model, compared.batch)),
+                lambda: without_padding(own(compared.facts.given, compared.batch)),
                 dtype,
                 is_coarse=dtype.itemsize < torch.float32.itemsize,
                 is_measured=is_measurable(model, sum(row.num_tokens for row in compared.rows)),
                 can_raise_precision=not self._is_sharded,
             )
             for reference in expected:
-                if not (agreement := reference.compare(packed, higher_precision)):
+                agreement = reference.compare(packed, higher_precision)
+                if not agreement:
                     return f"log-probabilities are off the trainer's forward by {agreement}"
             if run.layout is PackingLayout.FORKED_STATES:
                 # Without gradients too: the rows may have no fork of the lengths that come later.
@@ -404,14 +462,18 @@ class PackedLoss:
 def _rows_of_batch(
     model: Any, batch: LossBatch, cuts_images: Mapping[tuple[bool, bool], bool] | None
 ) -> tuple[list[PackedRow] | None, str | None]:
-    """Return the rows with their images; or None, and a reason if it is an input of the batch.
+    """Return the rows with their images, or None and the reason if an input prevents it.
 
     `cuts_images`: see `rows_with_images`; None: no process's batch has images.
     """
-    arguments = () if cuts_images is None else IMAGE_ARGUMENTS
-    packed = {"compute_entropy", "compute_aux_loss", *arguments}
-    settings = [name for name, value in batch.settings.items() if value is not None]
-    if others := [name for name in settings if name not in packed]:
+    packed = {"compute_entropy", "compute_aux_loss"}
+    if cuts_images is not None:
+        packed.update(IMAGE_ARGUMENTS)
+    others = []
+    for name, value in batch.settings.items():
+        if value is not None and name not in packed:
+            others.append(name)
+    if others:
         return None, f"the batch has {', '.join(others)}"
     rows = batch.unpadded()
     if rows is None:
@@ -420,13 +482,18 @@ def _rows_of_batch(
     if cuts_images is None:
         return rows, None
     try:
-        arguments = images.image_arguments(batch.settings)
-        size = batch.logits_to_keep
-        return images.rows_with_images(model, rows, arguments, size, cuts_images), None
+        with_images = images.rows_with_images(
+            model,
+            rows,
+            arguments=images.image_arguments(batch.settings),
+            logits_to_keep=batch.logits_to_keep,
+            cuts_images=cuts_images,
+        )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - any error is the reason
         return None, f"its images cannot be divided into rows: {error_text(error)}"
+    return with_images, None
 
 
 def _warn_of_padding(reason: str) -> None:
@@ -434,9 +501,10 @@ def _warn_of_padding(reason: str) -> None:
 
 
 def _warn_of_batch(reason: str) -> None:
-    """Say that a batch is not packed; Python shows an equal warning once."""
+    """Warn that a batch is not packed; Python shows an equal warning once."""
     warnings.warn(
-        f"loss_forward='packed': a batch is left to the trainer's own forward ({reason}).",
+        f"loss_forward='packed': the trainer's own forward computes this batch ({reason}); the "
+        "loss is equally correct but slower.",
         stacklevel=2,
     )
 
@@ -446,9 +514,19 @@ def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[
 
     A row with images is among them, if there is any: the vision tower's gradient is 0, not None.
     """
+
+    def length(number: int) -> int:
+        return rows[number].num_tokens
+
     scored = [number for number, row in enumerate(rows) if row.completion_ids]
     trained = [number for number in scored if advantages[number]]
-    seeing = [number for number in scored if (own := rows[number].images) and own.images]
-    if seeing and not set(seeing) & set(trained):
-        trained.append(min(seeing, key=lambda n: rows[n].num_tokens))
-    return sorted(trained) or [min(scored, key=lambda n: rows[n].num_tokens)]
+    seeing = [number for number in scored if _has_images(rows[number])]
+    if seeing and set(seeing).isdisjoint(trained):
+        trained.append(min(seeing, key=length))
+    if not trained:
+        return [min(scored, key=length)]
+    return sorted(trained)
+
+
+def _has_images(row: PackedRow) -> bool:
+    return row.images is not None and bool(row.images.images)

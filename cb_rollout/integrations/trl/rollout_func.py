@@ -10,9 +10,13 @@ from typing import Any
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError, RolloutError
 from cb_rollout.integrations.trl.backend import GenerationBackend, require_backend
-from cb_rollout.integrations.trl.guard import require_one_distribution, warn_of_bias
+from cb_rollout.integrations.trl.guard import (
+    loss_temperature,
+    require_one_distribution,
+    warn_of_bias,
+)
 from cb_rollout.metrics.registry import status_metrics
-from cb_rollout.rollout.generator import RolloutGenerator, measured
+from cb_rollout.rollout.generator import measured
 from cb_rollout.rollout.trajectories import Sample
 
 RolloutFunc = Callable[[list[Any], Any], dict[str, Any]]
@@ -23,12 +27,13 @@ Agent = Callable[[str, Any], float | None]
 
 
 def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutFunc:
-    """Make a `rollout_func` for `GRPOTrainer` that samples one completion of every prompt.
+    """Make a `rollout_func` for `GRPOTrainer` that samples one completion for each prompt.
 
-    Pass it to the trainer as it is, or call it, once or for each turn, from a function of your own.
-    The trainer must be attached when it trains. `sampling_params` None: the trainer's. Others are
-    checked as the trainer's are: a warning says where the loss is of another distribution, and what
-    `sampling_mask="replay"` or `old_logps="rollout"` excludes is refused.
+    Pass it to the trainer, or call it from your own function, once or for each turn. The trainer
+    must be attached before it trains. Without `sampling_params`, the trainer's apply. Your own are
+    checked in the same way: a warning tells you if they sample from another distribution than the
+    loss's, and parameters that `sampling_mask="replay"` or `old_logps="rollout"` does not support
+    are refused.
 
     Returns:
         A function of prompts (texts, chats or token ids) and the trainer, which returns
@@ -38,12 +43,13 @@ def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutF
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         backend = require_backend(trainer, "make_rollout_func")
         ids = prompts
-        if prompts and not all(_are_token_ids(prompt) for prompt in prompts):
+        if not all(map(_are_token_ids, prompts)):
             ids, _, _ = trainer._tokenize_prompts(prompts)
         if sampling_params is not None and trainer.model.training:
             config = backend.generator.config
             require_one_distribution(config, sampling_params)
-            warn_of_bias(trainer, config, sampling_params)
+            divisor = loss_temperature(trainer, config, backend.made_at_temperature)
+            warn_of_bias(trainer, config, sampling_params, divisor)
         outputs = backend.sample(ids, sampling_params)
         return {
             "prompt_ids": ids,
@@ -57,24 +63,25 @@ def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutF
 def make_agent_rollout(
     agent: Agent, *, num_threads: int = 64, timeout_seconds: float = 600.0
 ) -> RolloutFunc:
-    """Make a `rollout_func` of an agent that knows only an OpenAI base URL.
+    """Make a `rollout_func` from an agent that talks to an OpenAI base URL.
 
-    The policy is served on this machine, with a base URL for each completion. Trained on are the
-    sampled tokens; where an agent rewrites its history, the part that has the most of them. The
-    agent leaves sampling parameters out: they are the trainer's. With `reward_funcs=agent_reward`
-    the rewards are the agents'.
+    The policy is served on this machine, with a base URL for each completion. The trainer trains on
+    the sampled tokens; if an agent rewrites its history, on the branch with the most of them. The
+    agent should not set sampling parameters, so that the trainer's apply. Pass
+    `reward_funcs=agent_reward` to use the agents' rewards.
 
     Args:
-        agent: called as `agent(base_url, prompt)`, in a thread of its own. Returns the reward; or
-            None, and somebody POSTs it to `/sessions/ID/end`. An exception ends the training.
-        num_threads: agents that run together.
-        timeout_seconds: longest request of an agent, and longest wait for a reward.
+        agent: called as `agent(base_url, prompt)`, in its own thread. Returns the reward as a
+            number, or None if another process POSTs it to `/sessions/ID/end`. An exception ends the
+            training.
+        num_threads: number of agents that run at the same time.
+        timeout_seconds: time limit of an agent's request, and of the wait for a reward.
     """
 
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         backend = require_backend(trainer, "make_agent_rollout")
-        generator = backend.generator
-        if not isinstance(generator, RolloutGenerator):
+        generator = backend.generator.local_generator
+        if generator is None:
             raise ConfigurationError(
                 "make_agent_rollout() serves an engine of this process; attach a RolloutConfig."
             )
@@ -98,20 +105,14 @@ def make_agent_rollout(
             ThreadPoolExecutor(num_threads, "cb_rollout agent") as threads,
         ):
             sessions = list(threads.map(play, prompts))
-        backend.context.calls.append([output for s in sessions for output in s.outputs])
+        outputs = []
+        for session in sessions:
+            outputs += session.outputs
+        backend.context.calls.append(outputs)
         status = status_metrics(generator.manager.status())
         backend.context.turn_metrics.append(metrics | status)
         _log_left_out(backend, [session.trajectory.samples for session in sessions])
-        samples = [max(s.trajectory.samples, key=_num_sampled) for s in sessions]
-        starts = [sample.is_sampled.index(True) for sample in samples]
-        parts = list(zip(samples, starts, strict=True))
-        return {
-            "prompt_ids": [sample.token_ids[:start] for sample, start in parts],
-            "completion_ids": [sample.token_ids[start:] for sample, start in parts],
-            "logprobs": [sample.logprobs[start:] for sample, start in parts],
-            "env_mask": [list(map(int, sample.is_sampled[start:])) for sample, start in parts],
-            "agent_reward": [session.reward for session in sessions],
-        }
+        return _columns(sessions)
 
     return rollout
 
@@ -125,9 +126,35 @@ def _num_sampled(sample: Sample) -> int:
     return sum(sample.is_sampled)
 
 
+def _columns(sessions: Sequence[Any]) -> dict[str, Any]:
+    """Return TRL's columns of a `rollout_func`: of each session the sample with the most tokens."""
+    columns: dict[str, list[Any]] = {
+        "prompt_ids": [],
+        "completion_ids": [],
+        "logprobs": [],
+        "env_mask": [],
+        "agent_reward": [],
+    }
+    for session in sessions:
+        sample = max(session.trajectory.samples, key=_num_sampled)
+        start = sample.is_sampled.index(True)
+        columns["prompt_ids"].append(sample.token_ids[:start])
+        columns["completion_ids"].append(sample.token_ids[start:])
+        columns["logprobs"].append(sample.logprobs[start:])
+        columns["env_mask"].append(list(map(int, sample.is_sampled[start:])))
+        columns["agent_reward"].append(session.reward)
+    return columns
+
+
 def _log_left_out(backend: GenerationBackend, sessions: Sequence[Sequence[Sample]]) -> None:
-    counts = [sorted(map(_num_sampled, samples)) for samples in sessions]
-    left_out = sum(sum(count[:-1]) for count in counts) / sum(map(sum, counts))
+    """Log the share of sampled tokens that are in no row of the batch."""
+    num_sampled = 0
+    num_trained = 0
+    for samples in sessions:
+        counts = list(map(_num_sampled, samples))
+        num_sampled += sum(counts)
+        num_trained += max(counts)
+    left_out = (num_sampled - num_trained) / num_sampled
     backend.log({"rollout/agent_tokens_left_out": left_out}, backend.context.mode)
 
 

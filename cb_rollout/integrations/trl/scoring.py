@@ -3,8 +3,8 @@
 Each public method of `TrainerScoring` replaces a method of the trainer and calls the original.
 TRL 1.16 takes a completion for whole if its last token is an end-of-sequence token of the trainer,
 or padding. Stop strings, other stop tokens and a `rollout_func`'s sampling parameters break that
-test; the finish reason does not. TRL's own scoring is followed where it returns, before a trainer
-class of one's own changes the batch; then each row is matched with its record again. Called by the
+test; the finish reason does not. The hook runs when TRL's own scoring returns, before a user's
+trainer class changes the batch; then each row is matched with its record again. Called by the
 trainer, on its thread.
 
 B: rows of a batch, T: tokens of a completion.
@@ -12,20 +12,19 @@ B: rows of a batch, T: tokens of a completion.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cb_rollout.compat.patching import replacing
-from cb_rollout.compat.transformers import unwrap
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.enums import LossForward, SamplingMaskMode
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.model.routers import Disagreement
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.integrations.trl import upstream
-from cb_rollout.integrations.trl.backend import Collected, GenerationBackend
+from cb_rollout.integrations.trl.backend import GenerationBackend
 from cb_rollout.integrations.trl.guard import (
     LogprobGuard,
     require_one_distribution,
@@ -33,6 +32,7 @@ from cb_rollout.integrations.trl.guard import (
     warn_of_bias,
 )
 from cb_rollout.integrations.trl.packed_loss import LossTokens, PackedLoss, padded_tokens
+from cb_rollout.integrations.trl.parts import Collected
 from cb_rollout.integrations.trl.rows.loss_rows import (
     ROW_IDS,
     ROWS_KEY,
@@ -46,11 +46,11 @@ from cb_rollout.integrations.trl.rows.loss_rows import (
     require_sampled_here,
 )
 from cb_rollout.integrations.trl.rows.row_index import RowIndex, Suggestions
-from cb_rollout.packing.logprobs import packing_obstacle
-from cb_rollout.rollout.generator import RolloutGenerator
+from cb_rollout.rollout.sampler import Sampler
 
 # TRL 1.16's metrics of sampled against old log-probabilities.
-DIFFERENCES = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+MEAN_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+MAX_DIFFERENCE = "sampling/sampling_logp_difference/max"
 
 TokenAdvantages = Callable[[Sequence[LossRow], torch.Tensor], torch.Tensor]
 """Takes the rows of a batch and their advantages, (B,); returns advantages of tokens, (B, T)."""
@@ -65,13 +65,17 @@ def unknown_end(trainer: Any, params: SamplingParams) -> str | None:
     """Return a name for a stop that TRL's test misses; None: the test covers all stops."""
     if params.stop:
         return "a stop string"
-    ends: Any = params.eos_token_id or ()
-    unknown = {*ends, *params.stop_token_ids} - {*trainer.eos_token_ids}
-    return next((f"token {token}" for token in sorted(unknown) if token >= 0), None)
+    eos_token_ids: Any = params.eos_token_id or ()
+    ends = set(params.stop_token_ids)
+    ends.update(eos_token_ids)
+    for token in sorted(ends.difference(trainer.eos_token_ids)):
+        if token >= 0:
+            return f"token {token}"
+    return None
 
 
 def require_known_ends(trainer: Any, params: SamplingParams) -> None:
-    """Refuse to mask truncated completions under RLOO where it does not know every stop."""
+    """Refuse to mask truncated completions under RLOO if it does not know every stop condition."""
     is_rloo = not hasattr(trainer, "rollout_func")
     ended_by = unknown_end(trainer, params)
     if trainer.mask_truncated_completions and is_rloo and ended_by:
@@ -79,20 +83,50 @@ def require_known_ends(trainer: Any, params: SamplingParams) -> None:
 
 
 def _stock_class(trainer: Any) -> type:
-    """Return the class of TRL that a trainer is, or is derived from."""
+    """Return the TRL class of a trainer, or the one it is derived from."""
     is_grpo = isinstance(trainer, upstream.GRPOTrainer)
     return upstream.GRPOTrainer if is_grpo else upstream.RLOOTrainer
 
 
 def _overrides(trainer: Any, name: str) -> bool:
-    """Return whether a trainer has a method of its own in place of TRL's."""
+    """Return whether a trainer overrides a method of TRL's."""
     stock_method = getattr(_stock_class(trainer), name)
     return getattr(getattr(trainer, name), "__func__", None) is not stock_method
 
 
 def overrides_scoring(trainer: Any) -> bool:
-    """Return whether a trainer's class scores in a method of its own, attached or not."""
+    """Return whether a trainer's class overrides TRL's scoring, attached or not."""
     return getattr(type(trainer), SCORING) is not getattr(_stock_class(trainer), SCORING)
+
+
+def _create_packed_loss(trainer: Any, sampler: Sampler) -> PackedLoss | None:
+    """Create the packed forward of a trainer's models; None if the settings exclude it."""
+    if sampler.config.loss_forward != LossForward.PACKED:
+        return None
+    facts = sampler.packing_facts(trainer.model)
+    return PackedLoss(
+        trainer,
+        sampler.config,
+        sampler.routers,
+        packing_obstacle=facts.obstacle,
+        cuts_images=facts.cuts_images,
+    )
+
+
+@dataclass
+class _BatchState:
+    """State of the batch that the trainer generates and scores."""
+
+    is_scoring: bool = False
+    """False: the trainer, or a user's class, computes outside of its scoring."""
+    masks_truncated: bool = False
+    """True: truncated completions are masked here, and not by the trainer."""
+    rows: list[LossRow] = field(default_factory=list)
+    """Of the latest generation, in its order."""
+    asks_old_logprobs: bool = False
+    """True until the trainer's scoring has asked for old log-probabilities."""
+    is_finished: bool = False
+    """True: TRL's own scoring has made rows of the batch, which are corrected and verified."""
 
 
 class TrainerScoring:
@@ -106,24 +140,20 @@ class TrainerScoring:
     ) -> None:
         """Keep the trainer's own methods, before the caller replaces them."""
         self._token_advantages = token_advantages
-        self._trainer, self._backend, self._records = trainer, backend, backend.records
+        self._trainer = trainer
+        self._backend = backend
         generator = backend.generator
-        config, manager, routers = generator.config, generator.manager, generator.manager.routers
+        config = generator.config
+        routers = generator.routers
         self._replays = config.sampling_mask == SamplingMaskMode.REPLAY
-        self._guard = LogprobGuard(trainer, generator, self._policy_logprobs)
+        made_at = backend.made_at_temperature
+        self._guard = LogprobGuard(trainer, generator, self._policy_logprobs, made_at)
         self._has_rollout_func = getattr(trainer, "rollout_func", None) is not None
         # The same in every process: the corrections exchange data between all of them.
-        self._corrects_ends = self._has_rollout_func or bool(unknown_end(trainer, manager.defaults))
-        self._packed: PackedLoss | None = None
-        if config.loss_forward == LossForward.PACKED:
-            if isinstance(generator, RolloutGenerator):
-                engine = generator.manager.engine
-                obstacle, cuts_images = engine.layout.packing_obstacle, engine.runner.cuts_images
-            else:
-                obstacle, cuts_images = packing_obstacle(unwrap(trainer.model)), {}
-            self._packed = PackedLoss(
-                trainer, config, routers, packing_obstacle=obstacle, cuts_images=cuts_images
-            )
+        self._corrects_ends = self._has_rollout_func or bool(
+            unknown_end(trainer, generator.defaults)
+        )
+        self._packed = _create_packed_loss(trainer, generator)
         self._own = OwnForward(trainer, routers)
         self._counts = None if routers is None else Disagreement()
         self._stock: Any = _stock_class(trainer)
@@ -146,20 +176,25 @@ class TrainerScoring:
         # Apart on each process: a strategy moves rows from one to another.
         accelerator = trainer.accelerator
         self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
-        self._rows: list[LossRow] = []
-        """Of the latest generation, in its order, until the batch is scored."""
-        self._is_scoring = False
-        self._masks_truncated = False
-        self._is_followed = False
-        """True: TRL's own scoring has made rows of the batch that is scored."""
+        self._state = _BatchState()
         self._loss_inputs: dict[str, Any] | None = None
-        self._asks_old_logprobs = False
-        """True until the trainer's scoring has asked for old log-probabilities."""
+        """Of the loss that the trainer computes; None: it computes none."""
         self._loss_tokens = LossTokens()
         self._step_of_sampled: int | None = None
         """Step whose old log-probabilities are the sampled ones; None: they are recomputed."""
 
+    def install(self) -> None:
+        """Make the trainer call this object's methods, until it is detached."""
+        self._backend.override(
+            _generate=self.generate,
+            _generate_and_score_completions=self.generate_and_score,
+            _calculate_rewards=self.calculate_rewards,
+            _get_per_token_logps_and_entropies=self.logprobs,
+            compute_loss=self.compute_loss,
+        )
+
     def generate(self, prompts: list[Any]) -> Any:
+        """Replace `_generate`: make a record of each row that it returns."""
         context = self._backend.context
         num_before = len(context.outputs)
         try:
@@ -184,37 +219,40 @@ class TrainerScoring:
             self._require_records(rows, [len(row.completion_ids) for row in rows])
         for setting, other in self._needed_by.items():
             require_sampled_here(rows, setting, other)
-        self._rows = rows
+        self._state.rows = rows
         context.rows.extend(rows)
         self._index.add(rows)
         if self._corrects_ends:
             self._correct_metrics(rows)
         # As TRL 1.16's scoring decides, which follows; RLOO's always asks.
         corrects = getattr(self._trainer, "vllm_importance_sampling_correction", True)
-        self._asks_old_logprobs = not updates_once(self._trainer) or corrects
+        self._state.asks_old_logprobs = corrects or not updates_once(self._trainer)
         return generated
 
     def _with_origin(self, row: LossRow) -> LossRow:
-        """Return an earlier record for a row that was not sampled now; an unknown row without."""
+        """Return an earlier record for a row that was not sampled now, or an unknown row."""
         if row.request_id is not None:
             return row
         earlier = self._index.with_tokens(row.prompt_ids, row.completion_ids)
         return earlier or replace(row, id=UNKNOWN_ID)
 
     def calculate_rewards(self, inputs: list[Any], prompts: list[Any], *rest: Any) -> torch.Tensor:
-        """Replace `_calculate_rewards`: keep each row's weighted sum.
+        """Replace `_calculate_rewards`: keep each row's weighted sum, NaN where it has none.
 
         TRL 1.16 returns the rewards of all processes.
         """
         rewards = self._calculate_rewards(inputs, prompts, *rest)
         weights = self._trainer.reward_weights.to(rewards.device)
-        all_rewards = (rewards * weights).nansum(1).tolist()
+        sums = (rewards * weights).nansum(1)
+        # A row that no reward function scored has no reward, and not the reward 0.
+        sums[rewards.isnan().all(1)] = torch.nan
+        all_rewards = sums.tolist()
         # In the order of the processes, each of which has as many rows.
         accelerator = self._trainer.accelerator
         context = self._backend.context
         start = accelerator.process_index * len(prompts)
         # A trainer class may score several generations for one batch.
-        num_before = len(context.rows) - len(self._rows)
+        num_before = len(context.rows) - len(self._state.rows)
         context.rewards[num_before:] = all_rewards[start : start + len(prompts)]
         context.all_rewards[num_before * accelerator.num_processes :] = all_rewards
         return rewards
@@ -222,7 +260,11 @@ class TrainerScoring:
     def generate_and_score(self, inputs: list[Any]) -> dict[str, Any]:
         """Replace `_generate_and_score_completions`: make the batch as the strategy decides."""
         make_batch = self._backend.make_batch
-        batch = make_batch(inputs, self.score) if make_batch else self.score(inputs)
+        with self._backend.step_span.within():
+            if make_batch is None:
+                batch = self.score(inputs)
+            else:
+                batch = make_batch(inputs, self.score)
         is_auto = not self._guard.replaces_loss
         if is_auto and self._step_of_sampled is not None and updates_once(self._trainer):
             version = self._backend.generator.policy_version
@@ -244,50 +286,39 @@ class TrainerScoring:
             self._check_new_settings()
         self._index.begin_rollout(trainer.model.training)
         is_masked = trainer.mask_truncated_completions
-        self._masks_truncated = is_masked and self._corrects_ends
-        self._is_scoring = True
-        self._is_followed = False
+        self._state = _BatchState(
+            is_scoring=True, masks_truncated=is_masked and self._corrects_ends
+        )
         try:
             # The trainer would mask by its own test of the last token.
             is_masked_by_trainer = is_masked and not self._corrects_ends
             with replacing([(trainer, "mask_truncated_completions", is_masked_by_trainer)]):
                 batch = self._batch_of_trainer(inputs)
             rows = self._rows_of_scored(batch)
-            if not self._is_followed:
+            if not self._state.is_finished:
                 self._finish(batch, rows)
         finally:
-            self._rows = []
-            self._asks_old_logprobs = False
-            self._is_scoring = False
+            self._state = _BatchState()
             context.collected = None
         if self._token_advantages is not None:
             batch["advantages"] = self._per_token(self._token_advantages, batch, rows)
         batch[ROWS_KEY] = rows
         batch[ROW_IDS] = self._ids_of(rows)
-        if self._records is not None:
-            self._records.add(
-                mode=context.mode,
-                generated=context.rows,
-                rewards=context.rewards,
-                all_rewards=context.all_rewards,
-                images=context.images,
-                rows=rows,
-                batch=batch,
-            )
+        self._backend.scored(rows, batch)
         return batch
 
     def _check_new_settings(self) -> None:
-        """Check what the trainer's generation config says now, as `attach` did."""
+        """Check the trainer's current generation config, as `attach` did."""
         trainer, generator = self._trainer, self._backend.generator
-        defaults = generator.manager.defaults
+        defaults = generator.defaults
         require_known_ends(trainer, defaults)
         self._corrects_ends = self._has_rollout_func or bool(unknown_end(trainer, defaults))
         if trainer.model.training:
             require_one_distribution(generator.config, defaults)
-            warn_of_bias(trainer, generator.config, defaults)
+            warn_of_bias(trainer, generator.config, defaults, self._guard.loss_temperature)
 
     def _batch_of_trainer(self, inputs: list[Any]) -> dict[str, Any]:
-        """Call the trainer's scoring, and follow TRL's own where a class of one's own calls it."""
+        """Call the trainer's scoring, and hook TRL's own scoring inside a user's class."""
         if not self._overrides_scoring:
             return self._score_by_stock(self._trainer, inputs)
 
@@ -303,15 +334,16 @@ class TrainerScoring:
         batch = self._stock_scoring(trainer, inputs)
         if trainer is not self._trainer:
             return batch
-        assert not self._asks_old_logprobs, "the trainer did not ask for old logprobs"
-        self._finish(batch, self._rows)
-        batch[ROW_IDS] = self._ids_of(self._rows)
-        self._is_followed = True
+        rows = self._state.rows
+        assert not self._state.asks_old_logprobs, "the trainer did not ask for old logprobs"
+        self._finish(batch, rows)
+        batch[ROW_IDS] = self._ids_of(rows)
+        self._state.is_finished = True
         return batch
 
     def _finish(self, batch: dict[str, Any], rows: Sequence[LossRow]) -> None:
         """Correct a scored batch, verify it, and give it its old log-probabilities."""
-        if self._masks_truncated:
+        if self._state.masks_truncated:
             self._mask_truncated(batch, rows)
         with torch.no_grad():
             # Verifies by an extra forward, where the trainer needed none.
@@ -319,8 +351,9 @@ class TrainerScoring:
         if self._step_of_sampled is not None:
             # TRL 1.16 logged that sampled and old log-probabilities are the same; the loss logs
             # the difference to its own instead.
-            for name in DIFFERENCES:
-                if values := self._metrics.get(name):
+            for name in (MEAN_DIFFERENCE, MAX_DIFFERENCE):
+                values = self._metrics.get(name)
+                if values:
                     values.pop()
         sampled_BT = batch.get("sampling_per_token_logps")
         if self._guard.replaces_loss and sampled_BT is not None and sampled_BT.isfinite().all():
@@ -330,13 +363,15 @@ class TrainerScoring:
         return torch.tensor([row.id for row in rows], device=self._trainer.accelerator.device)
 
     def _rows_of_scored(self, batch: dict[str, Any]) -> list[LossRow]:
-        """Return the records of a batch that the trainer, of whatever class, has scored."""
+        """Return the records of a batch that any class of trainer has scored."""
         unmatched = LossBatch.scored(batch, ())
-        return self._rows_of(unmatched, [self._rows_with_ids(batch), self._rows])
+        return self._rows_of(unmatched, [self._rows_with_ids(batch), self._state.rows])
 
     def _rows_with_ids(self, batch: Mapping[str, Any]) -> Suggestions:
         row_ids = batch.get(ROW_IDS)
-        return [] if row_ids is None else [self._index.with_id(n) for n in row_ids.tolist()]
+        if row_ids is None:
+            return []
+        return [self._index.with_id(row_id) for row_id in row_ids.tolist()]
 
     def _rows_of(self, batch: LossBatch, suggested: Sequence[Suggestions]) -> list[LossRow]:
         """Return the record of each row, or raise `ConfigurationError` if a setting needs more."""
@@ -352,18 +387,22 @@ class TrainerScoring:
     def _per_token(
         self, hook: TokenAdvantages, batch: dict[str, Any], rows: Sequence[LossRow]
     ) -> torch.Tensor:
-        advantages_B, shape = batch["advantages"], batch["completion_mask"].shape
+        """Return per-token advantages, (B, T), from a user's hook."""
+        shape = batch["completion_mask"].shape
+        advantages_B = batch["advantages"]
         advantages_BT = hook(rows, advantages_B.clone())
-        found = getattr(advantages_BT, "shape", type(advantages_BT).__name__)
-        if not isinstance(advantages_BT, torch.Tensor) or found != shape:
+        returned = getattr(advantages_BT, "shape", type(advantages_BT).__name__)
+        if not isinstance(advantages_BT, torch.Tensor) or returned != shape:
             raise ConfigurationError(
-                f"token_advantages returned {found}; return a tensor {tuple(shape)}: a number for "
-                "each token of the longest completion."
+                f"token_advantages returned {returned}; return a tensor of shape {tuple(shape)}, "
+                "with one number for each token of the longest completion."
             )
         return advantages_BT.to(advantages_B)
 
     def _are_truncated(self, rows: Sequence[LossRow]) -> torch.Tensor:
-        ends = {*self._trainer.eos_token_ids, self._trainer._tokenizer.pad_token_id}
+        """Return which rows are truncated, (B,), bool."""
+        ends = set(self._trainer.eos_token_ids)
+        ends.add(self._trainer._tokenizer.pad_token_id)
         is_cut = []
         for row in rows:
             last = row.completion_ids[-1] if row.completion_ids else None
@@ -372,7 +411,7 @@ class TrainerScoring:
         return torch.tensor(is_cut, device=self._trainer.accelerator.device)
 
     def _correct_metrics(self, rows: Sequence[LossRow]) -> None:
-        """Correct what the trainer logged by its test of the last token."""
+        """Correct the metrics that the trainer logged from its last-token test."""
         accelerator = self._trainer.accelerator
         lengths = torch.tensor([sum(row.is_sampled) for row in rows], device=accelerator.device)
         lengths, is_cut = accelerator.gather((lengths, self._are_truncated(rows)))
@@ -395,16 +434,19 @@ class TrainerScoring:
         num_items = (batch["completion_mask"] * batch.get("tool_mask", 1)).sum()
         batch["num_items_in_batch"] = self._trainer.accelerator.gather(num_items).sum()
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *rest: Any, **named: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any
+    ) -> Any:
         """Replace `compute_loss`: give the forward inside the records of its rows."""
-        self._backend.pause_carried()
         self._backend.begin_loss()
         self._loss_inputs = inputs
         try:
-            loss = self._compute_loss(model, inputs, *rest, **named)
+            with self._backend.step_span.within():
+                loss = self._compute_loss(model, inputs, *arguments, **named)
         finally:
             self._loss_inputs = None
-        self._backend.log_loss(self._loss_tokens, self._counts and self._counts.take())
+        router_disagreement = None if self._counts is None else self._counts.take()
+        self._backend.log_loss(self._loss_tokens, router_disagreement)
         return loss
 
     def logprobs(
@@ -416,35 +458,54 @@ class TrainerScoring:
         batch_size: int | None = None,
         **settings: Any,
     ) -> Result:
-        """Replace `_get_per_token_logps_and_entropies`: sampled, replayed, or the trainer's own."""
-        inputs = self._loss_inputs
+        """Replace `_get_per_token_logps_and_entropies`, which TRL calls for three purposes.
+
+        These are its loss, the policy's old log-probabilities (once per scoring), and the
+        log-probabilities of a reference or of any other model.
+
+        Args:
+            model: the policy, wrapped or not, or another model.
+            input_ids: (B, S), int64: prompts, left-padded, and completions, right-padded.
+            attention_mask: (B, S), int64.
+            logits_to_keep: T, the columns of completions.
+            batch_size: rows in one forward of the trainer; None: all.
+            settings: further arguments of TRL 1.16's method, such as those of images.
+
+        Returns:
+            Log-probabilities and entropies in nats, (B, T), float32, 0 in the padding, and the
+            load-balancing loss of a mixture of experts. The latter two may be None.
+        """
         batch = LossBatch(input_ids, attention_mask, logits_to_keep, batch_size, settings)
-        batch = replace(batch, rows=self._rows_of_forward(batch))
-        if inputs is None:
-            if self._asks_old_logprobs and model is self._trainer.model:
-                self._asks_old_logprobs = False
-                return self._old_logprobs(batch), None, None
-            return self._computed(model, batch)
-        batch = replace(batch, advantages=self._advantages(inputs), counts=self._counts)
+        if self._loss_inputs is not None:
+            return self._loss_logprobs(model, batch, self._loss_inputs)
+        batch = replace(batch, rows=self._rows_of_scoring(batch))
+        if self._state.asks_old_logprobs and model is self._trainer.model:
+            self._state.asks_old_logprobs = False
+            return self._old_logprobs(batch), None, None
+        return self._computed(model, batch)
+
+    def _loss_logprobs(self, model: Any, batch: LossBatch, inputs: dict[str, Any]) -> Result:
+        """Compute the log-probabilities of `inputs`' loss, and log their drift from the rollout."""
+        suggested = [inputs.get(ROWS_KEY, []), self._rows_with_ids(inputs)]
+        rows = self._rows_of(batch, suggested)
+        advantages = self._advantages(inputs)
+        batch = replace(batch, rows=rows, advantages=advantages, counts=self._counts)
         logprobs_BT, entropies_BT, aux_loss = self._computed(model, batch)
         self._log_differences(logprobs_BT.detach(), batch, inputs)
-        if self._records is not None and entropies_BT is not None:
-            self._records.complete(batch.rows, logprobs_BT.detach(), entropies_BT.detach())
+        if entropies_BT is not None:
+            self._backend.computed(batch.rows, logprobs_BT.detach(), entropies_BT.detach())
         return logprobs_BT, entropies_BT, aux_loss
 
-    def _rows_of_forward(self, batch: LossBatch) -> Sequence[LossRow]:
-        """Return the record of each row of a forward; empty: it is no forward of a rollout."""
-        inputs = self._loss_inputs
-        if inputs is not None:
-            suggested = [inputs.get(ROWS_KEY, []), self._rows_with_ids(inputs)]
-            return self._rows_of(batch, suggested)
-        if self._is_scoring:
-            return self._rows_of(batch, [self._rows])
+    def _rows_of_scoring(self, batch: LossBatch) -> Sequence[LossRow]:
+        """Return the record of each row of a forward; empty: the rows are not from a rollout."""
+        if self._state.is_scoring:
+            return self._rows_of(batch, [self._state.rows])
         rows = self._index.rows_of(batch, [])
         are_known = all(row.id != UNKNOWN_ID for row in rows)
         return rows if are_known else ()
 
     def _computed(self, model: Any, batch: LossBatch) -> Result:
+        """Compute a batch by the packed forward, or if that is impossible by the trainer's own."""
         if self._packed is not None:
             result = self._packed.logprobs(model, batch, self._own)
             if result is not None:
@@ -454,19 +515,23 @@ class TrainerScoring:
         return self._own(model, batch)
 
     def _policy_logprobs(self, batch: LossBatch) -> torch.Tensor:
-        return self._computed(self._trainer.model, batch)[0]
+        logprobs_BT, _, _ = self._computed(self._trainer.model, batch)
+        return logprobs_BT
 
     def _advantages(self, inputs: dict[str, Any]) -> torch.Tensor | None:
-        """Return the rows' advantages; None: rows without one change the gradient too."""
+        """Return the rows' advantages; None if rows without an advantage also need gradients."""
         trainer = self._trainer
         has_kl = hasattr(trainer, "loss_type") and trainer.beta != 0.0
         has_bonus = getattr(trainer, "_entropy_bonus_enabled", False)
         has_own_loss = not _is_of_trl(self._compute_loss) or not _is_of_trl(trainer._compute_loss)
-        needs_all = has_kl or has_bonus or has_own_loss or inputs["advantages"].dim() != 1
-        return None if needs_all or not torch.is_grad_enabled() else inputs["advantages"]
+        advantages = inputs["advantages"]
+        needs_all = has_kl or has_bonus or has_own_loss or advantages.dim() != 1
+        if needs_all or not torch.is_grad_enabled():
+            return None
+        return advantages
 
     def _old_logprobs(self, batch: LossBatch) -> torch.Tensor:
-        """Return the sampled ones where the guard trusts them, else the trainer's."""
+        """Return the sampled log-probabilities if the guard trusts them, else the trainer's."""
         guard = self._guard
         self._step_of_sampled = None
         sampled_BT = batch.sampled_logprobs()
@@ -498,12 +563,16 @@ class TrainerScoring:
         version = self._backend.generator.policy_version
         is_new_B = torch.tensor([row.was_sampled_by(version) for row in batch.rows])
         mask_BT &= is_new_B.to(mask_BT.device)[:, None]
-        distance_N = (logprobs_BT - sampled_BT).abs()[mask_BT]
+        distances_N = (logprobs_BT - sampled_BT).abs()[mask_BT]
         gather = self._trainer.accelerator.gather
-        count, total = gather(torch.stack([mask_BT.sum(), distance_N.sum()])).view(-1, 2).sum(0)
-        largest = gather(torch.cat([distance_N, distance_N.new_zeros(1)]).max()[None]).max()
-        for name, value in zip(DIFFERENCES, (total / count.clamp(min=1), largest), strict=True):
-            self._metrics[name].append(value.item())
+        sums_2 = torch.stack([mask_BT.sum(), distances_N.sum()])
+        count, total = gather(sums_2).view(-1, 2).sum(0)
+        # A process may have no token.
+        largest_here = torch.cat([distances_N, distances_N.new_zeros(1)]).max()
+        largest = gather(largest_here[None]).max()
+        mean = total / count.clamp(min=1)
+        self._metrics[MEAN_DIFFERENCE].append(mean.item())
+        self._metrics[MAX_DIFFERENCE].append(largest.item())
 
     @property
     def _metrics(self) -> Any:
@@ -522,7 +591,7 @@ def _is_of_trl(method: Any) -> bool:
 def _has_sampled_as_old(batch: dict[str, Any]) -> bool:
     """Return whether a batch's old log-probabilities are those of the rollout.
 
-    A trainer class of one's own may have put others there.
+    A user's trainer class may have replaced them.
     """
     old_BT, sampled_BT = batch.get("old_per_token_logps"), batch.get("sampling_per_token_logps")
     if old_BT is None or sampled_BT is None or old_BT.shape != sampled_BT.shape:

@@ -1,4 +1,4 @@
-"""Import what this folder uses of TRL; no other file of it imports trl."""
+"""Import the names of TRL that this folder uses; no other file of it imports trl."""
 
 import trl as trl
 from trl import GRPOTrainer as GRPOTrainer

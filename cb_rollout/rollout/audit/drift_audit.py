@@ -1,4 +1,4 @@
-"""Audit sequences of a training that goes on.
+"""Audit sequences during a training.
 
 Owns what an audit may cost it; its text is added to the run's records. No
 exception of an audit leaves it. Called by the thread that trains.
@@ -14,23 +14,26 @@ import torch
 from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.engine.memory.device import memory
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.metrics.run_records import RUN_DIR_NAME, record_audit
 from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.types import GenerationOutput
 
-# Enough for a cause that is larger than rounding.
-MAX_SEQUENCES, MAX_TOKENS = 4, 128
+# Sequences, and tokens of each: enough for a cause that is larger than rounding.
+MAX_SEQUENCES = 4
+MAX_TOKENS = 128
 
-# Copies of the weights, beside the versions, and of the logits, that an audit holds at a time.
-WEIGHT_COPIES, LOGIT_COPIES = 2, 8
+# Copies that an audit holds at a time: of the weights, beside the versions, and of the logits.
+WEIGHT_COPIES = 2
+LOGIT_COPIES = 8
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def holds_whole_model(trainer: Any) -> bool:
     """Return whether each process holds the trainer's model whole: others cannot be audited."""
-    is_split = hf_compat.tensor_parallel_group(hf_compat.unwrap(trainer.model)) is not None
+    is_split = ModelFacts.of(trainer.model).is_split
     return not (is_split or shards_models(trainer.accelerator))
 
 
@@ -42,10 +45,13 @@ def audit_drift(
     Takes the arguments of `audit`. Looks at the first `MAX_SEQUENCES` sequences, which should have
     at most `MAX_TOKENS` tokens each.
     """
-    report, model = None, trainer.model
-    arguments |= {"tokenizer": trainer.processing_class, "max_tokens": MAX_SEQUENCES * MAX_TOKENS}
+    report = None
+    model = trainer.model
+    versions = arguments.get("versions") or {}
+    arguments["tokenizer"] = trainer.processing_class
+    arguments["max_tokens"] = MAX_SEQUENCES * MAX_TOKENS
     try:
-        if outputs and _has_room(model, WEIGHT_COPIES + len(arguments.get("versions") or ())):
+        if outputs and _has_room(model, WEIGHT_COPIES + len(versions)):
             with trainer.accelerator.autocast():
                 report = audit(outputs[:MAX_SEQUENCES], model, **arguments)
             # The trainer counts a step once it is done.

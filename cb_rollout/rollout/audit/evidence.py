@@ -1,8 +1,8 @@
 """Measure how well predicted log-probabilities explain reported ones.
 
 Arithmetic; runs no model. The noise of a token is the rounding of a logit times the token's
-sensitivity to it: a certain token is exact. Its tails are those of Student's t with three degrees
-of freedom, as kernels differ and routers flip.
+sensitivity to it: a certain token is exact. The noise follows Student's t with three degrees of
+freedom, whose heavy tails allow for different kernels and flipped routers.
 
 N: tokens of all sequences, T: tokens of one, V: vocabulary.
 """
@@ -42,7 +42,7 @@ class Prediction(NamedTuple):
 
 
 def prediction(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor) -> Prediction:
-    """Return what distributions (float32, normalised) predict for the sampled tokens (int64)."""
+    """Return the predictions of normalised float32 distributions for sampled int64 tokens."""
     chosen_N = logprobs_NV.gather(-1, tokens_N[:, None])[:, 0].double()
     squares_N = (2 * logprobs_NV).exp().sum(-1).double()
     variances_N = (1 - chosen_N.exp()).square() + squares_N - (2 * chosen_N).exp()
@@ -51,9 +51,11 @@ def prediction(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor) -> Prediction:
 
 def decimal_step(values_N: torch.Tensor) -> float:
     """Return the step of numbers that were written with at most five decimals, else 0."""
+    # A float32 holds no decimal exactly.
+    tolerance = 1e-7 * values_N.abs().max()
     for decimals in range(1, 6):
-        # A float32 holds no decimal exactly.
-        if (values_N - values_N.round(decimals=decimals)).abs().max() < 1e-7 * values_N.abs().max():
+        errors_N = (values_N - values_N.round(decimals=decimals)).abs()
+        if errors_N.max() < tolerance:
             return 10.0**-decimals
     return 0.0
 
@@ -63,8 +65,10 @@ def short_dtype(values_N: torch.Tensor) -> torch.dtype | None:
     values_N = values_N[values_N != 0]
     if len(values_N.unique()) < 8:
         return None
-    dtypes = (torch.bfloat16, torch.float16)
-    return next((d for d in dtypes if torch.equal(values_N.to(d).double(), values_N)), None)
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(values_N.to(dtype).double(), values_N):
+            return dtype
+    return None
 
 
 def differences(reported_N: torch.Tensor, predicted_N: torch.Tensor) -> torch.Tensor:
@@ -80,7 +84,7 @@ def log_densities(distances_N: torch.Tensor, noise_N: torch.Tensor) -> torch.Ten
 
 
 def explains(distances_N: torch.Tensor, noise_N: torch.Tensor) -> bool:
-    """Return whether a cause accounts for the reported numbers, but for a few of them."""
+    """Return whether a cause accounts for all but a few of the reported numbers."""
     multiples_N = distances_N / noise_N
     num_outliers = int((multiples_N > LARGEST_MULTIPLE).sum())
     is_typical = float(multiples_N.median()) <= TYPICAL_MULTIPLE
@@ -88,7 +92,7 @@ def explains(distances_N: torch.Tensor, noise_N: torch.Tensor) -> bool:
 
 
 def first_of_suffix(gains_T: torch.Tensor) -> int | None:
-    """Return the start of the suffix that favours a cause most; None: by too few nats."""
+    """Return the start of the suffix that favours a cause most; None: not by enough nats."""
     largest, index = gains_T.flip(0).cumsum(0).flip(0).max(0)
     return int(index) if largest > LEAST_EVIDENCE else None
 

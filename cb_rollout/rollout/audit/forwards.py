@@ -1,7 +1,7 @@
 """Run the trainer's model on recorded sequences, with one thing changed.
 
-Owns the changes that a hypothesis may ask for. The parameters are passed to the forward, and never
-written. Sequences run alone, without padding.
+Owns the changes that a hypothesis may make. Parameters are passed to the forward, and never
+written. Sequences run one at a time, without padding.
 
 T: completion tokens, V: vocabulary.
 """
@@ -23,11 +23,14 @@ from cb_rollout.compat.moe import without_router_logits
 from cb_rollout.compat.multimodal import image_argument_names, keeping_position_offsets
 from cb_rollout.compat.rope import forget_longer_rows
 from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.config.combinations import refused
 from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.routers import Routers, find_routers, joined_routes
 from cb_rollout.errors import ConfigurationError, abbreviated
-from cb_rollout.packing.batch import PackedRow, arguments_of_rows
+from cb_rollout.packing.batch import RowPiece, arguments_of_rows
 from cb_rollout.packing.logprobs import rows_of_outputs
+from cb_rollout.packing.rows import PackedRow
 from cb_rollout.types import GenerationOutput
 
 Weights = Mapping[str, torch.Tensor]
@@ -44,14 +47,15 @@ class Change:
 
     weights: Weights = field(default_factory=dict)
     rows: Sequence[PackedRow] | None = None
-    """Rows that the engine read, of other tokens, images or positions; None: the recorded ones."""
+    """Rows that the engine read instead, with other tokens, images or positions; None: as
+    recorded."""
     cached_weights: Weights | None = None
     """Weights that computed the keys of the first tokens; None: none are cached."""
     num_cached: Sequence[int] = ()
     """Number of those tokens of each sequence, below that of prompt and completion. A number that
     would cut an image is lowered."""
     head_dtype: torch.dtype | None = None
-    """Computes the head; None: as the model does."""
+    """Computes the head; None: the model's own."""
     replays_routes: bool = False
     longest: int = 0
     """Length of a sequence in the same batch, which RoPE is scaled by; 0: there is none."""
@@ -61,17 +65,20 @@ class Forwards:
     """Forwards of a model over recorded sequences."""
 
     def __init__(self, model: torch.nn.Module, outputs: Sequence[GenerationOutput]) -> None:
-        self.inner = hf_compat.unwrap(model)
+        facts = ModelFacts.of(model)
+        self.inner = facts.module
         hf_compat.refuse_what_cannot_generate(self.inner)
         hf_compat.refuse_sharded(self.inner)
         if is_sharded(self.inner):
             raise ConfigurationError(
-                "audit takes a model whose parameters are whole; under FSDP or ZeRO-3 save a "
-                "checkpoint, and use cb-rollout audit."
+                "audit needs a model whose parameters are not sharded; under FSDP or ZeRO-3, save "
+                "a checkpoint and run cb-rollout audit on it."
             )
+        if any(output.adapter is not None for output in outputs):
+            raise refused("audit, adapter named")
         self.rows = rows_of_outputs(self.inner, outputs)
         self.device = next(self.inner.parameters()).device
-        self.argument_names = hf_compat.forward_argument_names(self.inner)
+        self.argument_names = facts.argument_names
         self.image_names = image_argument_names(self.inner)
 
     @cached_property
@@ -91,8 +98,11 @@ class Forwards:
     def logits(self, number: int, change: Change) -> torch.Tensor:
         """Return the logits of the completion tokens of a row, `[T, V]`, float32."""
         row = (change.rows or self.rows)[number]
-        ids_1S = torch.tensor([[*row.prompt_ids, *row.completion_ids[:-1]]], device=self.device)
-        T, S = len(row.completion_ids), ids_1S.shape[1]
+        # No logits follow the last token.
+        ids = [*row.prompt_ids, *row.completion_ids[:-1]]
+        ids_1S = torch.tensor([ids], device=self.device)
+        T = len(row.completion_ids)
+        S = len(ids)
         settings: dict[str, Any] = without_router_logits(self.inner)
         forget_longer_rows(self.inner)
         if change.longest:
@@ -115,15 +125,19 @@ class Forwards:
                 return self._with_old_keys(ids_1S, number, change, settings)[-T:].float()
             if "logits_to_keep" in self.argument_names:
                 settings["logits_to_keep"] = T
-            settings |= {"use_cache": False, **self._of_row(row, 0, S)}
-            return self._call(change.weights, ids_1S, **settings).logits[0][-T:].float()
+            settings["use_cache"] = False
+            settings |= self._arguments_of(row, 0, S)
+            output = self._call(change.weights, ids_1S, **settings)
+            return output.logits[0][-T:].float()
 
-    def _of_row(self, row: PackedRow, start: int, stop: int) -> dict[str, torch.Tensor]:
+    def _arguments_of(self, row: PackedRow, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Return a row's positions and images, if it has any, as arguments of a forward."""
-        own = arguments_of_rows([(row, start, stop)], self.image_names, dim=1)
-        # A jump of positions begins no other packed row.
+        arguments = arguments_of_rows([RowPiece(row, start, stop)], self.image_names, dim=1)
+        if not arguments:
+            return {}
+        # Without a mask, a jump of positions would begin another packed row.
         mask_1S = torch.ones(1, stop, dtype=torch.int64, device=self.device)
-        return {"attention_mask": mask_1S, **own} if own else {}
+        return {"attention_mask": mask_1S, **arguments}
 
     def _call(self, weights: Weights, ids_1S: torch.Tensor, **settings: Any) -> Any:
         return functional_call(self.inner, dict(weights), (), {"input_ids": ids_1S, **settings})
@@ -132,17 +146,21 @@ class Forwards:
         self, ids_1S: torch.Tensor, number: int, change: Change, settings: dict[str, Any]
     ) -> torch.Tensor:
         """Return logits, `[S, V]`, of cached tokens by the old weights, and of the rest."""
-        row, parts, cache, start = self.rows[number], [], None, 0
+        row = self.rows[number]
+        S = ids_1S.shape[1]
         num_cached = row.num_shareable(change.num_cached[number])
-        ends = ((change.cached_weights, num_cached), (change.weights, ids_1S.shape[1]))
-        for weights, end in ends:
-            if start < end:
-                own = {**settings, "past_key_values": cache, "use_cache": True}
-                own |= self._of_row(row, start, end)
-                output = self._call(weights or {}, ids_1S[:, start:end], **own)
-                parts.append(output.logits[0])
-                cache, start = output.past_key_values, end
-        return torch.cat(parts)
+        pieces = [(change.cached_weights, 0, num_cached), (change.weights, num_cached, S)]
+        cache = None
+        logits: list[torch.Tensor] = []
+        for weights, start, stop in pieces:
+            if start >= stop:
+                continue
+            arguments = {**settings, "past_key_values": cache, "use_cache": True}
+            arguments |= self._arguments_of(row, start, stop)
+            output = self._call(weights or {}, ids_1S[:, start:stop], **arguments)
+            logits.append(output.logits[0])
+            cache = output.past_key_values
+        return torch.cat(logits)
 
     def _replace_head(self, stack: ExitStack, dtype: torch.dtype) -> None:
         head: Any = self.inner.get_output_embeddings()
@@ -159,13 +177,14 @@ class Forwards:
         `ConfigurationError`: a tensor has no place in the model.
         """
         state = version() if callable(version) else version
-        own = dict(self.inner.named_parameters()) | dict(self.inner.named_buffers())
-        places = {_spelled(name): name for name in own}
-        weights, unknown = {}, []
+        targets = dict(self.inner.named_parameters()) | dict(self.inner.named_buffers())
+        name_in_model = {_spelled(name): name for name in targets}
+        weights: dict[str, torch.Tensor] = {}
+        unknown: list[str] = []
         for name, tensor in state.items():
-            place = places.get(_spelled(name))
-            if place is not None and own[place].shape == tensor.shape:
-                weights[place] = tensor.detach().to(own[place])
+            target_name = name_in_model.get(_spelled(name))
+            if target_name is not None and targets[target_name].shape == tensor.shape:
+                weights[target_name] = tensor.detach().to(targets[target_name])
             elif not name.endswith("lm_head.weight"):
                 # A tied head may be saved too; it follows the embedding.
                 unknown.append(name)
@@ -174,19 +193,22 @@ class Forwards:
             weights |= without_adapters(self.inner)
         if unknown or not weights:
             raise ConfigurationError(
-                f"a version holds tensors that {type(self.inner).__name__} has no place for: "
-                f"{abbreviated(unknown) or 'none at all'}; pass a state dict of the model."
+                f"a state dict in versions= has tensors that {type(self.inner).__name__} does not "
+                f"have: {abbreviated(unknown) or 'none at all'}; pass a state dict of the model."
             )
         return weights
 
 
 def without_adapters(model: torch.nn.Module) -> Weights:
-    """Return tensors that leave out the LoRA adapters: zeros for one factor of each product."""
-    own = model.named_parameters()
-    return {n: torch.zeros_like(p) for n, p in own if "lora_" in n and "_B" in n}
+    """Return tensors that disable the LoRA adapters: zeros for one factor of each product."""
+    zeros: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and "_B" in name:
+            zeros[name] = torch.zeros_like(parameter)
+    return zeros
 
 
 def _spelled(name: str) -> str:
-    """Return a tensor's name without what wrappers, and PEFT when it saves, add or leave out."""
+    """Return a tensor's canonical name, whichever parts wrappers or PEFT add or omit."""
     name = WRAPPERS.sub("", name).replace(".base_layer.", ".")
     return ADAPTER_NAME.sub(r"\1", name)

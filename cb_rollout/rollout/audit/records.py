@@ -33,40 +33,24 @@ def read_rollouts(
 ) -> list[GenerationOutput]:
     """Return the recorded sequences that have log-probabilities.
 
-    `path` is a trainer's output_dir or the records in it, or a file of JSON lines. A line is a row
-    of `cb-rollout generate --logprobs`, any object with prompt, token ids and numbers, or an OpenAI
-    answer with token ids. `tokenizer` encodes prompts that are text or chats. None: the last run of
-    a directory, and its last step with sequences. `temperature` is of lines that do not say theirs.
-    `ConfigurationError`: there are no such sequences, or a line is none.
+    Args:
+        path: a trainer's output_dir or the records in it, or a file of JSON lines. A line is a row
+            of `cb-rollout generate --logprobs`, any object with prompt, token ids and numbers, or
+            an OpenAI answer with token ids.
+        tokenizer: encodes prompts that are text or chats.
+        run_id: a run of the directory; None: the last.
+        step: a step of the run; None: the last with sequences.
+        temperature: of sequences whose records name none.
+
+    Raises:
+        ConfigurationError: there are no such sequences, or a line is none.
     """
     if not Path(path).exists():
         raise ConfigurationError(f"{path} does not exist; name a run's directory or a file.")
     if Path(path).is_dir():
-        run = chosen_run(list_runs(path), run_id)
-        step = max(run.num_sequences, default=0) if step is None else step
-        if run.num_sequences and step not in run.num_sequences:
-            steps = abbreviated([str(own) for own in sorted(run.num_sequences)])
-            raise ConfigurationError(f"{path} has no sequence of step {step}, but of {steps}.")
-        outputs = [
-            GenerationOutput(
-                record.request_id,
-                # The record's text holds its special tokens.
-                tokenizer(text=record.prompt, add_special_tokens=False)["input_ids"],
-                record.token_ids,
-                record.logprobs,
-                temperature=temperature,
-            )
-            for record in iterate_rollouts(path, run, {step})
-            if record.logprobs and all(map(math.isfinite, record.logprobs))
-        ]
+        outputs = _outputs_of_run(path, tokenizer, run_id, step, temperature)
     else:
-        numbers = count(1)
-
-        def parse(row: Mapping[str, Any]) -> list[GenerationOutput]:
-            return _of_line(row, f"line {next(numbers)}", tokenizer, temperature)
-
-        lines = read_records(Path(path), parse, "rollout", is_complete=True)
-        outputs = [own for line in lines for own in line]
+        outputs = _outputs_of_file(Path(path), tokenizer, temperature)
     if not outputs:
         raise ConfigurationError(
             f"{path} holds no sequence with token ids and log-probabilities; record some "
@@ -75,35 +59,106 @@ def read_rollouts(
     return outputs
 
 
-def _of_line(
-    row: Mapping[str, Any], line: str, tokenizer: Any, temperature: float
+def _outputs_of_run(
+    run_dir: str | os.PathLike[str],
+    tokenizer: Any,
+    run_id: str | None,
+    step: int | None,
+    temperature: float,
 ) -> list[GenerationOutput]:
-    """Return the sequences of one line: one, or a choice each of an OpenAI answer."""
-    outputs = []
-    for index, choice in enumerate(row.get("choices", [row])):
-        own = {**row, **choice}
-        tokens, logprobs = _first(own, TOKENS), _numbers(_first(own, LOGPROBS))
-        if tokens and logprobs:
-            ids: Any = _first(own, PROMPT_IDS)
-            ids = encoded([_first(own, PROMPT)], tokenizer)[0] if ids is None else ids
-            name = str(own.get("request_id", own.get("id", line)))
-            name = f"{name}-{own.get('sample', index)}"
-            used = own.get("temperature", temperature)
-            outputs.append(GenerationOutput(name, list(ids), tokens, logprobs, temperature=used))
+    """Return the sequences of a step of a run.
+
+    Args:
+        run_dir: the folder of its records.
+        tokenizer: encodes the prompts, of which the text is recorded.
+        run_id: as of `read_rollouts`.
+        step: as of `read_rollouts`.
+        temperature: as of `read_rollouts`.
+    """
+    run = chosen_run(list_runs(run_dir), run_id)
+    if step is None:
+        step = max(run.num_sequences, default=0)
+    if run.num_sequences and step not in run.num_sequences:
+        steps = abbreviated([str(recorded) for recorded in sorted(run.num_sequences)])
+        raise ConfigurationError(f"{run_dir} has no sequence of step {step}, but of {steps}.")
+    outputs: list[GenerationOutput] = []
+    for record in iterate_rollouts(run_dir, run, {step}):
+        if not record.logprobs or not all(map(math.isfinite, record.logprobs)):
+            continue
+        # The record's text holds its special tokens.
+        prompt_ids = tokenizer(text=record.prompt, add_special_tokens=False)["input_ids"]
+        outputs.append(
+            GenerationOutput(
+                request_id=record.request_id,
+                prompt_ids=prompt_ids,
+                generated_tokens=record.token_ids,
+                logprobs=record.logprobs,
+                temperature=temperature,
+            )
+        )
     return outputs
 
 
-def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
+def _outputs_of_file(path: Path, tokenizer: Any, temperature: float) -> list[GenerationOutput]:
+    """Return the sequences of a file of JSON lines."""
+    numbers = count(1)
+
+    def parse(row: Mapping[str, Any]) -> list[GenerationOutput]:
+        return _outputs_of_line(row, f"line {next(numbers)}", tokenizer, temperature)
+
+    outputs: list[GenerationOutput] = []
+    for outputs_of_line in read_records(path, parse, "rollout", is_complete=True):
+        outputs.extend(outputs_of_line)
+    return outputs
+
+
+def _outputs_of_line(
+    row: Mapping[str, Any], line: str, tokenizer: Any, temperature: float
+) -> list[GenerationOutput]:
+    """Return the sequences of a line: one, or a choice each of an OpenAI answer."""
+    outputs: list[GenerationOutput] = []
+    for index, choice in enumerate(row.get("choices", [row])):
+        fields = {**row, **choice}
+        tokens = _first_value(fields, TOKENS)
+        logprobs = _numbers(_first_value(fields, LOGPROBS))
+        if not tokens or not logprobs:
+            continue
+        prompt_ids: Any = _first_value(fields, PROMPT_IDS)
+        if prompt_ids is None:
+            (prompt_ids,) = encoded([_first_value(fields, PROMPT)], tokenizer)
+        name = fields.get("request_id", fields.get("id", line))
+        outputs.append(
+            GenerationOutput(
+                request_id=f"{name}-{fields.get('sample', index)}",
+                prompt_ids=list(prompt_ids),
+                generated_tokens=tokens,
+                logprobs=logprobs,
+                temperature=fields.get("temperature", temperature),
+            )
+        )
+    return outputs
+
+
+def _first_value(fields: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the value of the first of these names that has one; None if none has."""
+    for name in names:
+        if fields.get(name) is not None:
+            return fields[name]
+    return None
 
 
 def _numbers(logprobs: Any) -> list[float]:
     """Return log-probabilities from a list, or from OpenAI's forms for completions and chats."""
     if isinstance(logprobs, Mapping):
         logprobs = logprobs.get("token_logprobs") or logprobs.get("content")
-    numbers = []
-    for own in logprobs or ():
-        # A chat's token is an object; SGLang's is (number, token id, text).
-        number = own["logprob"] if isinstance(own, Mapping) else own
-        numbers.append(float(number[0] if isinstance(number, list) else number))
+    numbers: list[float] = []
+    for token in logprobs or ():
+        if isinstance(token, Mapping):
+            # Of a chat.
+            numbers.append(float(token["logprob"]))
+        elif isinstance(token, list):
+            # Of SGLang: number, token id, text.
+            numbers.append(float(token[0]))
+        else:
+            numbers.append(float(token))
     return numbers

@@ -1,4 +1,4 @@
-"""Hold the result of an audit: causes with their advice, and the evidence for each. Plain data."""
+"""Define an audit's result: causes with their advice, and the evidence for each. Plain data."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,7 +26,8 @@ class Cause(StrEnum):
     def __new__(cls, value: str, advice: str) -> "Cause":
         """Make a member with its advice."""
         member = str.__new__(cls, value)
-        member._value_, member.advice = value, advice
+        member._value_ = value
+        member.advice = advice
         return member
 
     ROUNDING = "rounding", "Nothing is wrong with the log-probabilities."
@@ -71,13 +72,13 @@ class Evidence:
 
     cause: Cause
     detail: str
-    """The parameter of the cause, such as `top_k=50` or a version; empty: it has none."""
+    """The parameter of the cause, such as `top_k=50` or a version; empty: no parameter."""
     nats_per_token: float
-    """Log-likelihood ratio to rounding alone, per token, less the price of fitted parameters."""
+    """Log-likelihood ratio to rounding alone, per token, minus a penalty for fitted parameters."""
     explains: bool
-    """True: what is left is the model's own rounding."""
+    """True: the remaining difference is the model's own rounding."""
     agreement: Agreement
-    """Distance of the reported numbers from those predicted, beside the noise."""
+    """Distance of the reported numbers from the predicted ones, with the noise."""
 
     @property
     def name(self) -> str:
@@ -87,24 +88,28 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Causes of a rollout's log-probabilities, ranked; true if rounding explains them."""
+    """The ranked causes of a difference in log-probabilities; truthy if rounding explains it."""
 
     evidence: tuple[Evidence, ...]
     """The best explanation first; causes that explain too little follow, the nearest first."""
     draw_z_score: float | None
-    """Standard deviations by which the tokens' mean of -logprob is above that of the claimed
-    distribution, its entropy; None: tokens were not drawn, or their numbers are not these."""
+    """Test of the draw: how many standard deviations the tokens' mean of -logprob lies above its
+    expected value, the entropy of the claimed distribution. None: the tokens were not drawn from
+    it, or the numbers are not those of that distribution."""
     starts: dict[str, int | None]
-    """By request id the generated token, from 0, at which the difference begins; None: nowhere."""
+    """By request id, the index of the generated token at which the difference begins, counted from
+    0; None: there is no difference."""
     num_tokens: int
 
     @property
     def cause(self) -> Cause | None:
-        """Return the cause; None: none of those tested explains the numbers."""
+        """Return the cause; None: no tested cause explains the numbers."""
         return self.evidence[0].cause if self.evidence[0].explains else None
 
     def __bool__(self) -> bool:
-        return self.cause is Cause.ROUNDING and abs(self.draw_z_score or 0.0) < LEAST_Z_SCORE
+        if self.cause is not Cause.ROUNDING:
+            return False
+        return self.draw_z_score is None or abs(self.draw_z_score) < LEAST_Z_SCORE
 
     @property
     def sentence(self) -> str:
@@ -132,10 +137,12 @@ class AuditReport:
 
     def __str__(self) -> str:
         lines = [self.sentence]
-        for own in self.evidence[:NUM_LISTED]:
-            lines.append(f"  {own.nats_per_token:+8.2f} nats a token  {own.name}: {own.agreement}")
-        begun = sorted(start for start in self.starts.values() if start is not None)
-        if begun and self.cause is not Cause.ROUNDING:
-            where = f"{len(begun)} of {len(self.starts)} sequences"
-            lines.append(f"It begins in {where}, at generated token {begun[len(begun) // 2]}.")
+        for evidence in self.evidence[:NUM_LISTED]:
+            nats = f"{evidence.nats_per_token:+8.2f} nats a token"
+            lines.append(f"  {nats}  {evidence.name}: {evidence.agreement}")
+        starts = sorted(start for start in self.starts.values() if start is not None)
+        if starts and self.cause is not Cause.ROUNDING:
+            where = f"{len(starts)} of {len(self.starts)} sequences"
+            middle = starts[len(starts) // 2]
+            lines.append(f"It begins in {where}, at generated token {middle}.")
         return "\n".join(lines)

@@ -25,7 +25,8 @@ class StagedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, is_partial: bool = False) -> None:
-        self._model, self._is_partial = model, is_partial
+        self._model = model
+        self._is_partial = is_partial
         self.update_id = uuid.uuid4().hex
         # Tied tensors are under each name, buffers that no checkpoint has under none.
         self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
@@ -35,16 +36,19 @@ class StagedWeights:
 
     def require_fit(self, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> None:
         """Raise `WeightSyncError` for tensors, given by name, dtype and shape, that do not fit."""
-        faults, seen = [], set(self.tensors)
+        faults = []
+        seen = set(self.tensors)
         for name, dtype, shape in tensors:
-            if name not in self._targets:
+            target = self._targets.get(name)
+            if target is None:
                 faults.append(f"{name}: not in the model")
             elif name in seen:
                 faults.append(f"{name}: sent twice")
-            elif tuple(shape) != (wanted := tuple(self._targets[name].shape)):
-                faults.append(f"{name}: {tuple(shape)} was sent, {wanted} is in the model")
-            elif dtype.is_floating_point != self._targets[name].is_floating_point():
-                faults.append(f"{name}: {dtype} was sent, {self._targets[name].dtype} is there")
+            elif tuple(shape) != tuple(target.shape):
+                sizes = f"{tuple(shape)} was sent, {tuple(target.shape)} is in the model"
+                faults.append(f"{name}: {sizes}")
+            elif dtype.is_floating_point != target.is_floating_point():
+                faults.append(f"{name}: {dtype} was sent, {target.dtype} is there")
             seen.add(name)
         if faults:
             raise WeightSyncError(f"{len(faults)} tensors do not fit: {abbreviated(faults)}.")
@@ -66,14 +70,18 @@ class StagedWeights:
 
         Of tied ones one is needed.
         """
-        targets = self._targets.items()
-        parameters = [name for name, target in targets if isinstance(target, torch.nn.Parameter)]
-        if not self._is_partial and (missing := self._missing(parameters)):
+        parameters = []
+        for name, target in self._targets.items():
+            if isinstance(target, torch.nn.Parameter):
+                parameters.append(name)
+        missing = self._missing(parameters)
+        if missing and not self._is_partial:
             raise WeightSyncError(
                 f"{len(missing)} of {len(self._targets)} tensors were not sent: "
                 f"{abbreviated(missing)}; send all, or begin the update with partial=true."
             )
-        if missing := self._missing(half_written):
+        missing = self._missing(half_written)
+        if missing:
             raise WeightSyncError(
                 f"{len(missing)} tensors were not sent that the failed update before may have left "
                 f"half written: {abbreviated(missing)}; send them too."
@@ -130,7 +138,8 @@ class StagedWeights:
                 f"{directory!r} is no checkpoint of this model ({error_text(error)})."
             ) from error
         for fault in ("missing_keys", "unexpected_keys"):
-            if names := sorted(report[fault]):
+            names = sorted(report[fault])
+            if names:
                 raise WeightSyncError(
                     f"{directory!r} has {len(names)} {fault.replace('_', ' ')} for this "
                     f"model: {abbreviated(names)}."
@@ -140,7 +149,7 @@ class StagedWeights:
 
 @contextmanager
 def _files(name: str) -> Iterator[list[Path]]:
-    """Yield the files of a path, and raise `WeightSyncError` where they cannot be read."""
+    """Yield the files of a path; raise `WeightSyncError` if they cannot be read."""
     path = Path(name)
     try:
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -47,9 +47,17 @@ class WeightGroup:
     def join(
         cls, master_address: str, master_port: int, rank: int, world_size: int, seconds: float
     ) -> Self:
-        """Join the group of `world_size` processes, whose rank 0 holds the store at this address.
+        """Join a trainer's group.
 
-        `seconds`: longest wait for the processes, or `WeightSyncError`, and for each broadcast.
+        Args:
+            master_address: host of the store, which rank 0 holds.
+            master_port: its port.
+            rank: of this process.
+            world_size: processes of the group.
+            seconds: longest wait for the processes, and for each broadcast.
+
+        Raises:
+            WeightSyncError: the processes did not come together in time.
         """
         timeout = timedelta(seconds=seconds)
         try:

@@ -1,8 +1,8 @@
 """Weight updates over HTTP, in vLLM's four phases: init, start, update, finish.
 
-Owns the one update that may be open: staged and checked beside the model, written in a pause under
-one new policy version, or dropped without a trace. Used on the server's asyncio thread; what waits
-or copies runs on a thread of its own.
+Owns the single open update. It is staged and checked beside the model, then written during a pause
+under a new policy version, or dropped without effect. Used on the server's asyncio thread; waits
+and copies run on a separate thread.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from cb_rollout.compat import fsdp as fsdp_compat
-from cb_rollout.compat import transformers as hf_compat
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.engine.service.pause_controller import PauseReason
 from cb_rollout.errors import ConfigurationError, WeightSyncError
@@ -32,11 +32,12 @@ Sync = Callable[..., SyncReport]
 
 
 class WeightUpdates:
-    """The weight updates of one served model; every refusal is an `ApiError`.
+    """The weight updates of one served model; its methods raise `ApiError` for a refused call.
 
-    `trained` is the model whose weights are written, maybe wrapped; `sync` begins a policy version
-    with them, in a pause. An open update waits `timeout_seconds` for its next call, and a broadcast
-    for its trainer. Raises `ConfigurationError` for a model whose weights are not plain and whole.
+    `trained` is the model whose weights are written, plain or wrapped; `sync` starts a policy
+    version with them, during a pause. An open update is dropped after `timeout_seconds` without a
+    call; a broadcast waits as long for the trainer. Raises `ConfigurationError` if the model is
+    quantised, sharded or has adapters.
     """
 
     def __init__(
@@ -46,13 +47,16 @@ class WeightUpdates:
         sync: Sync,
         timeout_seconds: float,
     ) -> None:
-        self._manager, self._sync, self._seconds = manager, sync, timeout_seconds
-        self._model = hf_compat.unwrap(trained)
-        is_plain = not (hf_compat.is_quantized(self._model) or has_adapters(self._model))
+        self._manager = manager
+        self._sync = sync
+        self._seconds = timeout_seconds
+        facts = ModelFacts.of(trained)
+        self._model = facts.module
+        is_plain = not (facts.is_quantized or has_adapters(self._model))
         if not is_plain or fsdp_compat.is_sharded(trained):
             raise ConfigurationError(
                 "allow_weight_updates: the model is quantised, sharded or has adapters, so its "
-                "tensors are not those that a trainer sends; serve a plain model."
+                "tensors differ from those that a trainer sends; serve a plain model."
             )
         self._thread = ThreadPoolExecutor(1, "cb_rollout-weights")
         self._run = partial(on_thread, self._thread)
@@ -72,21 +76,28 @@ class WeightUpdates:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def init(self, info: InitInfo) -> None:
-        """Join a trainer's group; without an address there is none, and files are sent."""
+        """Join a trainer's process group; without an address, the trainer sends files instead."""
         self._refuse_second()
         has_address = info.master_address is not None and info.master_port is not None
         if has_address and (info.backend != "gloo" or info.packed):
             raise ApiError(
                 400,
-                "weights are received by gloo, each alone, or from files, not by NCCL; set backend "
-                'to "gloo" in init_info without packed, or send weight_dir.',
+                "this server receives weights over gloo, one tensor at a time, or from files, but "
+                'not over NCCL; set backend to "gloo" in init_info, without packed, or send '
+                "weight_dir.",
                 "init_info",
             )
         self._group = None
         if has_address:
-            address = info.master_address, info.master_port, info.rank_offset, info.world_size
             try:
-                self._group = await self._run(WeightGroup.join, *address, self._seconds)
+                self._group = await self._run(
+                    WeightGroup.join,
+                    info.master_address,
+                    info.master_port,
+                    info.rank_offset,
+                    info.world_size,
+                    self._seconds,
+                )
             except WeightSyncError as error:
                 raise ApiError(400, str(error), "init_info") from error
 
@@ -102,7 +113,7 @@ class WeightUpdates:
         return self._open.update_id
 
     async def add(self, info: FileUpdate | BroadcastUpdate, update_id: str | None) -> int:
-        """Stage tensors, and return how many are staged by now."""
+        """Stage tensors, and return the number staged so far."""
         with self._call(update_id) as staged:
             if isinstance(info, FileUpdate):
                 paused = self._manager.loop.paused
@@ -117,7 +128,7 @@ class WeightUpdates:
         """Write the staged tensors under a new policy version, and return a report.
 
         `in_flight` is the fate of unfinished sequences, as `sync_weights` takes it;
-        `weight_version` is the trainer's own name of the weights.
+        `weight_version` is the trainer's own name for the weights.
         """
         # A write cannot be interrupted; a caller that waits no longer leaves it to its end.
         return await asyncio.shield(self._finish(update_id, in_flight, weight_version))
@@ -145,7 +156,7 @@ class WeightUpdates:
 
     @contextmanager
     def _call(self, update_id: str | None) -> Iterator[StagedWeights]:
-        """One call of the open update, which drops the update if it fails or is cancelled."""
+        """Run one call of the open update; drop the update if the call fails or is cancelled."""
         update = self._open
         if update is None or update_id not in (None, update.update_id):
             fault = self._fault if update is None else "another trainer's is"
@@ -183,7 +194,9 @@ class WeightUpdates:
     def _close(self, fault: str) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        self._open, self._expiry, self._fault = None, None, fault
+        self._open = None
+        self._expiry = None
+        self._fault = fault
 
     def _receive(self, staged: StagedWeights, info: BroadcastUpdate) -> None:
         tensors = described(info.names, info.dtype_names, info.shapes)
@@ -212,6 +225,6 @@ class WeightUpdates:
         if self._open is not None:
             raise ApiError(
                 409,
-                "another weight update is open; it has to finish first, or is dropped "
-                f"{self._seconds:g} s after its last call.",
+                f"another weight update is open; finish it first. It is dropped {self._seconds:g} "
+                "s after its last call.",
             )

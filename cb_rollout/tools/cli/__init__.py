@@ -16,6 +16,7 @@ from cb_rollout.tools.cli.env import add_env
 from cb_rollout.tools.cli.generate import add_generate
 from cb_rollout.tools.cli.report import add_report, add_watch
 from cb_rollout.tools.cli.serve import add_serve
+from cb_rollout.tools.cli.tinker import add_tinker
 
 __all__ = ["create_parser", "main"]
 
@@ -39,7 +40,14 @@ def create_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="commands", metavar="COMMAND", required=True, parser_class=CommandParser
     )
-    runs = add_demo, add_generate, add_serve, add_bench
-    for add in (*runs, add_report, add_watch, add_audit, add_doctor, add_env):
-        add(commands)
+    add_demo(commands)
+    add_generate(commands)
+    add_serve(commands)
+    add_tinker(commands)
+    add_bench(commands)
+    add_report(commands)
+    add_watch(commands)
+    add_audit(commands)
+    add_doctor(commands)
+    add_env(commands)
     return parser

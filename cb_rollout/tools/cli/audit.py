@@ -29,8 +29,8 @@ def add_audit(commands: Any) -> None:
     parser.add_argument("--step", type=whole_number, help="a step of that run (the last recorded)")
     parser.add_argument("--temperature", type=real_number, default=1.0, help="of the samples (1)")
     for name in TRUNCATION:
-        kind = whole_number if name == "top_k" else real_number
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="of the samples")
+        reader = whole_number if name == "top_k" else real_number
+        parser.add_argument(f"--{name.replace('_', '-')}", type=reader, help="of the samples")
     parser.add_argument("--logprobs-mode", default="policy", help="policy (default) or processed")
     parser.add_argument(
         "--num-sequences", type=whole_number, default=16, help="most that are scored (16)"
@@ -48,15 +48,18 @@ def _run(arguments: argparse.Namespace) -> Answer:
     from cb_rollout.rollout.checkpoint import load_model, load_tokenizer
 
     tokenizer = load_tokenizer(arguments.model)
-    which = {name: getattr(arguments, name) for name in ("run_id", "step", "temperature")}
-    outputs = read_rollouts(arguments.records, tokenizer, **which)
-    given = ((name, getattr(arguments, name)) for name in TRUNCATION)
-    own = {name: value for name, value in given if value is not None}
-    params = SamplingParams(temperature=arguments.temperature, **own) if own else None
-    dtype, device = arguments.dtype, arguments.device
+    outputs = read_rollouts(
+        arguments.records,
+        tokenizer,
+        run_id=arguments.run_id,
+        step=arguments.step,
+        temperature=arguments.temperature,
+    )
+    params = _truncating_params(arguments)
+    dtype = arguments.dtype
     report = audit(
         outputs,
-        load_model(arguments.model, dtype, device),
+        load_model(arguments.model, dtype, arguments.device),
         tokenizer=tokenizer,
         versions={name: load_model(name, dtype, "cpu").state_dict for name in arguments.version},
         tokenizers={name: load_tokenizer(name) for name in arguments.tokenizer},
@@ -65,4 +68,17 @@ def _run(arguments: argparse.Namespace) -> Answer:
         num_sequences=arguments.num_sequences,
     )
     value = {"cause": report.cause, "sentence": report.sentence, **asdict(report)}
-    return Answer(str(report), value, 0 if report else EXIT_PARTLY)
+    exit_code = 0 if report else EXIT_PARTLY
+    return Answer(str(report), value, exit_code)
+
+
+def _truncating_params(arguments: argparse.Namespace) -> SamplingParams | None:
+    """Return the sampling parameters; None: no option truncates the distribution."""
+    truncation: dict[str, Any] = {}
+    for name in TRUNCATION:
+        value = getattr(arguments, name)
+        if value is not None:
+            truncation[name] = value
+    if not truncation:
+        return None
+    return SamplingParams(temperature=arguments.temperature, **truncation)

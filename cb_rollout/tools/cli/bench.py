@@ -34,14 +34,17 @@ def add_bench(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     for option in ("repetitions", "batch_size"):
-        if (value := getattr(arguments, option)) < 1:
+        value = getattr(arguments, option)
+        if value < 1:
             raise ConfigurationError(f"{option}={value} is below 1.")
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.bench import turns
 
     rates: defaultdict[str, list[float]] = defaultdict(list)
-    options = arguments.device, arguments.repetitions, arguments.batch_size
-    for name, rate in turns(arguments.model, *options):
+    all_turns = turns(
+        arguments.model, arguments.device, arguments.repetitions, arguments.batch_size
+    )
+    for name, rate in all_turns:
         rates[name].append(rate)
         print(f"{name:<18}{rate:>10,.1f} tokens/s", file=sys.stderr, flush=True)
     medians = {name: median(values) for name, values in rates.items()}

@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cb_rollout
 from cb_rollout.config.enums import Numerics
@@ -28,12 +28,21 @@ RECIPE = Path("recipes", "arithmetic_cpu.py")
 # The recipe's imports.
 PACKAGES = ("datasets", "tokenizers", "torch", "tqdm", "transformers", "trl")
 
-# Help, smallest and largest value of each whole number; numpy limits the seed.
+
+class WholeNumber(NamedTuple):
+    """Help, smallest and largest value of an option."""
+
+    help: str
+    least: int
+    largest: float = math.inf
+
+
+# numpy limits the seed.
 NUMBERS = {
-    "seed": ("of weights, problems and sampling (0)", 0, 2**32 - 1),
-    "max_steps": ("GRPO steps (40)", 1, math.inf),
-    "warmup_steps": ("supervised steps before them (600)", 0, math.inf),
-    "num_held_out": ("problems to measure accuracy with (500)", 1, math.inf),
+    "seed": WholeNumber("of weights, problems and sampling (0)", 0, 2**32 - 1),
+    "max_steps": WholeNumber("GRPO steps (40)", 1),
+    "warmup_steps": WholeNumber("supervised steps before them (600)", 0),
+    "num_held_out": WholeNumber("problems to measure accuracy with (500)", 1),
 }
 
 DESCRIPTION = """\
@@ -50,9 +59,11 @@ def add_demo(commands: Any) -> None:
         description=DESCRIPTION,
         argument_default=argparse.SUPPRESS,
     )
-    for name, (text, *_) in NUMBERS.items():
-        flags = [f"--{name.replace('_', '-')}", *(["--steps"] if name == "max_steps" else ())]
-        parser.add_argument(*flags, type=whole_number, metavar="N", help=text)
+    for name, number in NUMBERS.items():
+        flags = [_flag(name)]
+        if name == "max_steps":
+            flags.append("--steps")
+        parser.add_argument(*flags, type=whole_number, metavar="N", help=number.help)
     text = "bitwise: sampled log-probabilities are the trainer's in every bit (fast)"
     parser.add_argument("--numerics", choices=[each.value for each in Numerics], help=text)
     text = "of metrics, records and the report, made if missing (runs/arithmetic)"
@@ -67,6 +78,10 @@ def recipe_path() -> Path:
     return path if path.exists() else package.parent / RECIPE
 
 
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _is_not_of_kernels(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Failed to load CPU gemm_4bit_forward")
 
@@ -75,20 +90,24 @@ def _run(arguments: argparse.Namespace) -> int:
     # `pip install --no-deps` leaves out even the package's own dependencies.
     require_packages("the demo", PACKAGES, "cb_rollout")
     path = str(recipe_path())
-    given = {name: value for name, value in vars(arguments).items() if name != "run"}
-    for name, (_, least, largest) in NUMBERS.items():
-        value = given.get(name, least)
-        if not least <= value <= largest:
-            bound = f"below {least}" if value < least else f"above {largest}"
-            raise ConfigurationError(f"--{name.replace('_', '-')} {value} is {bound}.")
-    if "output_dir" in given:
-        require_writable(Path(given["output_dir"]))
+    options = dict(vars(arguments))
+    del options["run"]
+    for name, number in NUMBERS.items():
+        value = options.get(name, number.least)
+        if value < number.least:
+            raise ConfigurationError(f"{_flag(name)} {value} is below {number.least}.")
+        if value > number.largest:
+            raise ConfigurationError(f"{_flag(name)} {value} is above {number.largest}.")
+    if "output_dir" in options:
+        require_writable(Path(options["output_dir"]))
     # accelerate imports deepspeed where it is installed, which then says that it found no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # peft imports bitsandbytes where it is installed, which then says that it found no `kernels`.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_not_of_kernels)
     before = sys.argv
-    sys.argv = [path, *(f"--{name.replace('_', '-')}={value}" for name, value in given.items())]
+    sys.argv = [path]
+    for name, value in options.items():
+        sys.argv.append(f"{_flag(name)}={value}")
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as end:

@@ -2,9 +2,9 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cb_rollout.errors import ConfigurationError
 from cb_rollout.tools.cli.command import (
@@ -16,6 +16,9 @@ from cb_rollout.tools.cli.command import (
     write_json,
 )
 from cb_rollout.tools.dataset.options import DatasetOptions
+
+if TYPE_CHECKING:
+    from cb_rollout.tools.doctor import Finding
 
 VERDICTS = ("usable", "usable, with the warnings above", "not usable, for the reason above")
 
@@ -33,6 +36,11 @@ def add_doctor(commands: Any) -> None:
     text = "a checkpoint's directory or hub name"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same")
+    text = (
+        "try what MODEL runs by in a process of its own again, whatever earlier trials showed, and "
+        "keep the verdicts for later runs"
+    )
+    parser.add_argument("--qualify", action="store_true", help=text)
     text = "plan a GRPO step on a GPU of so much memory"
     parser.add_argument("--gpu-gib", type=real_number, metavar="N", help=text)
     text = "of the adapters that it trains; 0: it trains all weights (0)"
@@ -46,27 +54,11 @@ def add_doctor(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int:
     # Imported late: torch and transformers take seconds to load.
-    from cb_rollout.tools import doctor
     from cb_rollout.tools.doctor import Level
 
-    worst, rows, model = Level.OK, [], arguments.model or arguments.named_model
-    given = arguments.dtype, arguments.max_memory_percent
-    if arguments.gpu_gib is not None:
-        if model is None:
-            raise ConfigurationError("--gpu-gib takes a MODEL, whose config it reads.")
-        for option in ("lora", "loss_tokens"):
-            if (value := getattr(arguments, option)) < 0:
-                raise ConfigurationError(f"{option}={value} is below 0.")
-        if not 0 < arguments.gpu_gib < math.inf:
-            raise ConfigurationError(f"--gpu-gib {arguments.gpu_gib} is not a GPU's memory in GiB.")
-        sizes = arguments.gpu_gib, arguments.lora, arguments.loss_tokens
-        findings = doctor.computed_findings(model, *sizes, *given)
-    else:
-        findings = doctor.machine_findings(arguments.device)
-        if model is not None:
-            more = doctor.checkpoint_findings(model, *given, device=arguments.device)
-            findings = chain(findings, more)
-    for finding in findings:
+    worst = Level.OK
+    rows: list[dict[str, str]] = []
+    for finding in _findings(arguments):
         worst = max(worst, finding.level)
         if arguments.is_json:
             text = in_options(" ".join(finding.text.split()))
@@ -78,3 +70,47 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
     else:
         print(f"\n{VERDICTS[worst]}")
     return EXIT_PARTLY if worst is Level.BAD else 0
+
+
+def _findings(arguments: argparse.Namespace) -> "Iterator[Finding]":
+    """Return the findings that the options ask for; ConfigurationError: they contradict."""
+    from cb_rollout.tools import doctor
+
+    model = arguments.model or arguments.named_model
+    if arguments.gpu_gib is not None:
+        _check_plan_options(model, arguments)
+        return doctor.computed_findings(
+            name=model,
+            gpu_gib=arguments.gpu_gib,
+            lora_rank=arguments.lora,
+            loss_tokens=arguments.loss_tokens,
+            dtype=arguments.dtype,
+            percent=arguments.max_memory_percent,
+        )
+    of_machine = doctor.machine_findings(arguments.device)
+    if model is None:
+        if arguments.qualify:
+            raise ConfigurationError("--qualify takes a MODEL, whose paths it tries.")
+        return of_machine
+    of_checkpoint = doctor.checkpoint_findings(
+        model,
+        arguments.dtype,
+        arguments.max_memory_percent,
+        device=arguments.device,
+        qualifies=arguments.qualify,
+    )
+    return chain(of_machine, of_checkpoint)
+
+
+def _check_plan_options(model: str | None, arguments: argparse.Namespace) -> None:
+    """Raise `ConfigurationError` for options from which no plan of a GPU can be computed."""
+    if model is None:
+        raise ConfigurationError("--gpu-gib takes a MODEL, whose config it reads.")
+    if arguments.qualify:
+        raise ConfigurationError("--gpu-gib computes and --qualify runs; give one of the two.")
+    for option in ("lora", "loss_tokens"):
+        value = getattr(arguments, option)
+        if value < 0:
+            raise ConfigurationError(f"{option}={value} is below 0.")
+    if not 0 < arguments.gpu_gib < math.inf:
+        raise ConfigurationError(f"--gpu-gib {arguments.gpu_gib} is not a GPU's memory in GiB.")

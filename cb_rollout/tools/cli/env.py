@@ -16,15 +16,15 @@ from cb_rollout import __version__
 from cb_rollout.tools.cli.command import Answer, add_json
 
 PACKAGES = (
-    *("torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "numpy"),
-    *("wandb", "triton", "deepspeed", "bitsandbytes", "flash-attn", "kernels", "xgrammar", "ray"),
-    *("fastapi", "uvicorn", "vllm"),
-)
+    "torch", "transformers", "trl", "accelerate", "peft", "datasets", "tokenizers", "numpy",
+    "wandb", "triton", "deepspeed", "bitsandbytes", "flash-attn", "kernels", "xgrammar", "ray",
+    "fastapi", "uvicorn", "vllm",
+)  # fmt: skip
 
 VARIABLES = (
-    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE", "LOCAL_RANK"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS", "TORCHDYNAMO_DISABLE"),
-)
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE", "LOCAL_RANK",
+    "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_LOGS", "TORCHDYNAMO_DISABLE",
+)  # fmt: skip
 
 GPU_QUERY = ("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
 
@@ -48,11 +48,19 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "compiler": next((name for name in ("g++", "clang++") if shutil.which(name)), None),
+        "compiler": _compiler(),
         "gpus": _gpus(),
         "packages": {name: _version(name) for name in PACKAGES},
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def _compiler() -> str | None:
+    """Return the C++ compiler that builds the CPU kernels; None without one."""
+    for name in ("g++", "clang++"):
+        if shutil.which(name):
+            return name
+    return None
 
 
 def _version(package: str) -> str | None:
@@ -74,9 +82,19 @@ def _gpus() -> list[str]:
 
 
 def _run(_: argparse.Namespace) -> Answer:
-    found, rows = environment(), []
-    for name, value in found.items():
-        for key, text in value.items() if isinstance(value, Mapping) else [(name, value)]:
-            lines = text if isinstance(text, list) else [text]
-            rows += [f"{key:<26} {line or 'none'}" for line in lines or [None]]
-    return Answer("\n".join(rows), found)
+    machine = environment()
+    rows: list[str] = []
+    for name, value in machine.items():
+        if isinstance(value, Mapping):
+            for key, text in value.items():
+                rows.append(_row(key, text))
+        elif isinstance(value, list):
+            for text in value or [None]:
+                rows.append(_row(name, text))
+        else:
+            rows.append(_row(name, value))
+    return Answer("\n".join(rows), machine)
+
+
+def _row(name: str, value: Any) -> str:
+    return f"{name:<26} {value or 'none'}"

@@ -48,8 +48,9 @@ def _run(arguments: argparse.Namespace) -> Answer:
     # Imported late: torch and transformers take seconds to load.
     from cb_rollout.tools.dataset import generate_dataset
 
-    of_command = ("run", "is_json")
-    options = {name: value for name, value in vars(arguments).items() if name not in of_command}
+    options = dict(vars(arguments))
+    del options["run"]
+    del options["is_json"]
     report = generate_dataset(**options)
     exit_code = EXIT_PARTLY if report.num_failed else 0
     return Answer(str(report), dataclasses.asdict(report), exit_code)

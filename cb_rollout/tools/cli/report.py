@@ -40,21 +40,31 @@ def _run(arguments: argparse.Namespace) -> Answer:
         runs = list_runs(arguments.run_dir)
         value = {"runs": [dataclasses.asdict(run) for run in runs]}
         return Answer("\n".join(map(str, runs)), value)
-    run_dir, other, run_ids = arguments.run_dir, arguments.other_run_dir, arguments.run_ids or []
-    if len(run_ids) > (num_dirs := 1 if other is None else 2):
+    run_dir = arguments.run_dir
+    other_run_dir = arguments.other_run_dir
+    run_ids: list[str] = arguments.run_ids or []
+    num_dirs = 2
+    if other_run_dir is None:
+        num_dirs = 1
+    if len(run_ids) > num_dirs:
         raise ConfigurationError(
             f"--run is given {len(run_ids)} times for {num_dirs} RUN_DIR; give one for each."
         )
-    first, second, *_ = [*run_ids, None, None]
+    first_id = None
+    second_id = None
+    if run_ids:
+        first_id = run_ids[0]
+    if len(run_ids) > 1:
+        second_id = run_ids[1]
     if arguments.trace is not None:
-        if other is not None:
+        if other_run_dir is not None:
             raise ConfigurationError("--trace is of one RUN_DIR; give one.")
         path = arguments.trace
-        write_trace(run_dir, path, first)
-    elif other is None:
-        path = write_report(run_dir, first)
+        write_trace(run_dir, path, first_id)
+    elif other_run_dir is None:
+        path = write_report(run_dir, first_id)
     else:
-        path = write_comparison(run_dir, other, (first, second))
+        path = write_comparison(run_dir, other_run_dir, (first_id, second_id))
     return Answer(str(path), {"path": str(path)})
 
 

@@ -1,8 +1,8 @@
 """Generate completions of a data set: check, load, generate, score and write.
 
-Own the order of these steps: everything is checked before the model loads, and every result is
-written as its sequence completes. Sequences are submitted only as many as keep the batch full. One
-thread encodes and submits; the manager's thread generates meanwhile.
+Owns the order of these steps: everything is checked before the model loads, and every result is
+written as its sequence completes. Only enough sequences are submitted to keep the batch full. One
+thread encodes and submits, while the manager's thread generates.
 """
 
 import hashlib
@@ -56,24 +56,24 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetReport:
-    """Contents of the file of results, and this run's part in it. Prints as a few lines."""
+    """Totals of the result file, and of this run. Prints as a few lines."""
 
     output: str
     num_rows: int
     num_return_sequences: int
     num_sequences: int
     num_failed: int
-    """Sequences whose result is an error."""
+    """Number of sequences whose result is an error."""
     first_error: str | None
-    """Message of the first of them; None: none failed."""
+    """Message of the first error; None: no sequence failed."""
     num_resumed: int
     """Sequences in the file before this run."""
     num_tokens: int
-    """Tokens sampled in this run, those of interrupted sequences included."""
+    """Tokens sampled in this run, including those of interrupted sequences."""
     seconds: float
     """Time from this run's first request to its last result."""
     scores: list[scoring.ScoreSummary]
-    """Empty when nothing was evaluated."""
+    """Empty if nothing was scored."""
 
     def __str__(self) -> str:
         lines = [f"{self.num_sequences:,} sequences of {self.num_rows:,} rows in {self.output}"]
@@ -105,7 +105,7 @@ def generate_dataset(
 ) -> DatasetReport:
     """Generate completions of every row, and write each as it completes.
 
-    An existing output is resumed: sequences that it holds are not generated again, so the same call
+    If `output` exists, the run resumes: sequences in it are not generated again, so the same call
     finishes an interrupted run.
 
     Args:
@@ -113,14 +113,14 @@ def generate_dataset(
         dataset: a JSONL or Parquet file, or a data set that the `datasets` library loads. A row has
             `prompt` (text, messages, or token ids) or `messages`, optionally `images`, an `id`, and
             any other keys. A picture is a path, relative to the file, or a data URL.
-        output: JSONL, one line a sequence: its row, `sample` (its number among the row's, from 0),
+        output: JSONL, one line per sequence: its row, `sample` (its index within the row, from 0),
             `completion`, `token_ids` and `finish_reason`; `logprobs` and `scores` if asked for;
             `error` instead if it failed.
         tokenizer: a transformers tokenizer, or for pictures a processor; None: the checkpoint's.
         evaluate: function that scores a result, given its line as a dict, or its
             `module:function`.
         overwrite: discard the results in `output`.
-        rescore: score what `output` holds again, by `evaluate` as it is now.
+        rescore: score the sequences in `output` again, with the current `evaluate`.
         progress_bar: show sequences done, tokens per second and time left on stderr.
         **options: the fields of `DatasetOptions`.
 
@@ -136,7 +136,7 @@ def generate_dataset(
     chosen = DatasetOptions(**options)
     _check_paths(dataset, output)
     if rescore and evaluate is None:
-        raise ConfigurationError("rescore=True scores by a function; give one as evaluate.")
+        raise ConfigurationError("rescore=True needs a scoring function; pass one as evaluate.")
     source = create_source(os.fspath(dataset), split=chosen.split, subset=chosen.subset)
     folder = Path(dataset).parent if Path(dataset).is_file() else Path()
     surveyed = survey(source, folder)
@@ -144,22 +144,31 @@ def generate_dataset(
     scorer = scoring.load_scorer(evaluate) if isinstance(evaluate, str) else evaluate
     if tokenizer is None:
         if isinstance(model, torch.nn.Module):
-            raise ConfigurationError("tokenizer is None beside a model; give the model's own.")
+            raise ConfigurationError(
+                "a model was passed without a tokenizer; pass the model's own tokenizer."
+            )
         tokenizer = load_tokenizer(os.fspath(model))
     if not isinstance(model, torch.nn.Module):
         model = load_model(os.fspath(model), chosen.dtype, chosen.device)
     settings = _settings(hf_compat.unwrap(model), tokenizer, scorer, chosen, surveyed)
     scored = partial(_rescored, scorer) if rescore and scorer else None
     with ResultFile(output, settings, overwrite=overwrite, scored=scored) as results:
-        num_resumed, num_tokens, started = results.num_done, 0, time.perf_counter()
-        numbers = range(chosen.num_return_sequences)
-        num_wanted = num_rows * len(numbers)
+        num_resumed = results.num_done
+        num_tokens = 0
+        seconds = 0.0
+        num_wanted = num_rows * chosen.num_return_sequences
         if num_resumed < num_wanted:
             manager, params = _create_manager(model, tokenizer, chosen)
             encode = partial(encoded_prompt, tokenizer, chosen, folder)
-            completed = completions(manager, params, encode, _lacking(source, numbers, results))
-            result_of = partial(_result, tokenizer, scorer)
-            num_tokens = _write(results, completed, result_of, manager, num_wanted, progress_bar)
+            missing = _missing(source, chosen.num_return_sequences, results)
+            num_tokens, seconds = _write(
+                results=results,
+                completed=completions(manager, params, encode, missing),
+                result_of=partial(_result, tokenizer, scorer),
+                manager=manager,
+                num_wanted=num_wanted,
+                progress_bar=progress_bar,
+            )
         return DatasetReport(
             output=os.fspath(output),
             num_rows=num_rows,
@@ -169,7 +178,7 @@ def generate_dataset(
             first_error=results.first_error,
             num_resumed=num_resumed,
             num_tokens=num_tokens,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
             scores=scoring.summaries(results) if scorer else [],
         )
 
@@ -181,7 +190,15 @@ def _settings(
     options: DatasetOptions,
     surveyed: Survey,
 ) -> dict[str, Any]:
-    """Return all that decides the results, by name."""
+    """Return the settings that determine the results, by name, as JSON values.
+
+    Args:
+        model: the model, unwrapped.
+        tokenizer: a tokenizer or a processor.
+        scorer: the scoring function; None: nothing is scored.
+        options: the options of the run.
+        surveyed: digests of the rows and of their pictures.
+    """
     return {
         "input": surveyed.digest,
         "pictures": surveyed.pictures,
@@ -191,18 +208,20 @@ def _settings(
         "chat_template": getattr(tokenizer, "chat_template", None),
         **options.shaping_results(),
         "sampling_params": identity.sampling_settings(model, options),
-        "evaluate": scorer and scoring.name_of(scorer),
-        "evaluate_code": scorer and identity.digest_of_scorer(scorer),
+        "evaluate": None if scorer is None else scoring.name_of(scorer),
+        "evaluate_code": None if scorer is None else identity.digest_of_scorer(scorer),
     }
 
 
-def _lacking(
-    source: Source, numbers: range, results: ResultFile
+def _missing(
+    source: Source, num_return_sequences: int, results: ResultFile
 ) -> Iterator[tuple[Row, list[int]]]:
-    """Yield each row with the numbers of its sequences that have no result."""
+    """Yield each row with the indices of its sequences that have no result."""
     for row in rows(source):
-        if lacking := [number for number in numbers if not results.has(row.id, number)]:
-            yield row, lacking
+        samples = range(num_return_sequences)
+        missing = [sample for sample in samples if not results.has(row.id, sample)]
+        if missing:
+            yield row, missing
 
 
 class CompletedSequence(NamedTuple):
@@ -210,7 +229,7 @@ class CompletedSequence(NamedTuple):
 
     row: Row
     sample: int
-    """Number among the row's sequences, from 0."""
+    """Index within the row, from 0."""
     output: GenerationOutput | None
     """None: the request was refused."""
     error: str | None
@@ -224,41 +243,46 @@ def completions(
 ) -> Iterator[list[CompletedSequence]]:
     """Generate sequences of rows; yield the completed ones, at least every `POLL_SECONDS`.
 
-    `wanted` has rows, and the numbers of their sequences; it is read as room allows. Without
-    `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, and no more than the model takes.
-    With a seed, tokens depend on it, the row's id and the sequence's number only. `encoded` encodes
-    a row, and may raise `InvalidRequestError`.
+    `wanted` yields rows with the indices of the sequences to generate; it is read as the queue has
+    room. Without `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, within the model's
+    limit. With a seed, tokens depend only on the seed, the row's id and the sequence's index.
+    `encoded` encodes a row, and may raise `InvalidRequestError`.
     """
     max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
     in_flight: dict[str, tuple[Row, int]] = {}
     output_queue = OutputQueue()
+
+    def has_room_for(num_samples: int) -> bool:
+        # A row of more sequences than have room runs alone.
+        return not in_flight or len(in_flight) + num_samples <= max_in_flight
+
     upcoming = next(wanted, None)
     while upcoming or in_flight:
         completed: list[CompletedSequence] = []
-        while upcoming and (not in_flight or len(in_flight) + len(upcoming[1]) <= max_in_flight):
+        while upcoming and has_room_for(len(upcoming[1])):
             row, samples = upcoming
             try:
                 prompt = encoded(row)
-                own = _params_of(row, prompt, params)
-                requests = manager.create_requests([prompt], [own], members=samples)
+                params_of_row = _params_of(row, prompt, params)
+                requests = manager.create_requests([prompt], [params_of_row], members=samples)
                 manager.submit(requests, output_queue)
                 for request, sample in zip(requests, samples, strict=True):
                     in_flight[request.request_id] = (row, sample)
             except InvalidRequestError as error:
-                completed += [CompletedSequence(row, s, None, str(error)) for s in samples]
+                for sample in samples:
+                    completed.append(CompletedSequence(row, sample, None, str(error)))
             upcoming = next(wanted, None)
         if in_flight:
             output = output_queue.take(timeout=POLL_SECONDS)
             while output is not None:
-                completed.append(
-                    CompletedSequence(*in_flight.pop(output.request_id), output, output.error)
-                )
+                row, sample = in_flight.pop(output.request_id)
+                completed.append(CompletedSequence(row, sample, output, output.error))
                 output = output_queue.take(timeout=0)
         yield completed
 
 
 def _params_of(row: Row, prompt: Encoded, params: SamplingParams) -> SamplingParams:
-    """Return the parameters of a row's sequences, with its own seed and limit."""
+    """Return the parameters of a row's sequences, with the row's seed and limit."""
     if params.seed is not None:
         digest = hashlib.blake2b(repr((params.seed, row.id)).encode(), digest_size=7).digest()
         params = replace(params, seed=int.from_bytes(digest))
@@ -272,24 +296,24 @@ def _create_manager(
     model: torch.nn.Module, tokenizer: Any, options: DatasetOptions
 ) -> tuple[ContinuousBatchingManager, SamplingParams]:
     """Create the engine of a run, and return it with the parameters of every sequence."""
-    is_plain = options.generation_config == "none"
+    # None: the one saved with the model.
+    generation_config = None
+    if options.generation_config == "none":
+        generation_config = GenerationConfig(do_sample=True)
     manager = ContinuousBatchingManager(
-        model,
-        GenerationConfig(do_sample=True) if is_plain else None,
-        options.rollout_config(),
-        tokenizer=tokenizer,
+        model, generation_config, options.rollout_config(), tokenizer=tokenizer
     )
     params = options.sampling_params(manager.defaults)
     if params.is_greedy and options.num_return_sequences > 1:
         raise ConfigurationError(
-            f"num_return_sequences={options.num_return_sequences} of greedy decoding would be "
-            "equal; set a temperature above 0, or generation_config='none'."
+            f"greedy decoding would make all num_return_sequences={options.num_return_sequences} "
+            "sequences of a row equal; set a temperature above 0, or generation_config='none'."
         )
     longest = manager.limits.max_positions
     if longest is not None and (params.max_new_tokens or 0) >= longest:
         raise ConfigurationError(
             f"max_new_tokens={params.max_new_tokens} leaves no room for a prompt: the model takes "
-            f"{longest} tokens of one sequence; lower it."
+            f"at most {longest} tokens per sequence; lower it."
         )
     return manager, params
 
@@ -301,8 +325,17 @@ def _write(
     manager: ContinuousBatchingManager,
     num_wanted: int,
     progress_bar: bool,
-) -> int:
-    """Write the result of each completed sequence; return the number of sampled tokens."""
+) -> tuple[int, float]:
+    """Write the result of each completed sequence; return the sampled tokens, and the seconds.
+
+    Args:
+        results: the file.
+        completed: completed sequences, as `completions` yields them.
+        result_of: returns the line of a sequence as a dict.
+        manager: runs while the sequences are read; stopped at the end.
+        num_wanted: sequences of the whole data set.
+        progress_bar: show the progress on stderr.
+    """
     bar = tqdm(
         total=num_wanted,
         initial=results.num_done,
@@ -321,6 +354,7 @@ def _write(
                 speed = manager.counters.tokens_generated / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=not new)
                 bar.update(len(new))
+        seconds = time.perf_counter() - started
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(
             f"interrupted: {results.num_done:,} of {num_wanted:,} sequences are in "
@@ -328,14 +362,15 @@ def _write(
         ) from interrupt
     finally:
         manager.stop(timeout=0)
-    return manager.counters.tokens_generated
+    return manager.counters.tokens_generated, seconds
 
 
 def _result(
     tokenizer: Any, scorer: scoring.Scorer | None, sequence: CompletedSequence
 ) -> dict[str, Any]:
-    row, sample, output, error = sequence
-    result: dict[str, Any] = {"id": row.id, "sample": sample, **row.values}
+    row = sequence.row
+    output = sequence.output
+    result: dict[str, Any] = {"id": row.id, "sample": sequence.sample, **row.values}
     if output is not None:
         tokens = output.generated_tokens
         result["completion"] = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -343,19 +378,21 @@ def _result(
         result["finish_reason"] = output.finish_reason
         if output.logprobs:
             result["logprobs"] = output.logprobs
-    if error is not None:
-        result["error"] = f"{row.label}: {error}"
+    if sequence.error is not None:
+        result["error"] = f"{row.label}: {sequence.error}"
     elif scorer is not None:
         result["scores"] = scoring.scores_of(scorer, result, row.label)
     return result
 
 
 def _rescored(scorer: scoring.Scorer, result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result of the file with its scores by a function, which sees none of before."""
-    unscored = {name: value for name, value in result.items() if name != "scores"}
+    """Return a stored result with new scores; the function does not see the old ones."""
+    unscored = dict(result)
+    unscored.pop("scores", None)
     if "error" in result:
         return unscored
-    return {**unscored, "scores": scoring.scores_of(scorer, unscored, "a finished result")}
+    scores = scoring.scores_of(scorer, unscored, "a finished result")
+    return {**unscored, "scores": scores}
 
 
 def _check_paths(dataset: Any, output: str | os.PathLike[str]) -> None:
@@ -366,8 +403,9 @@ def _check_paths(dataset: Any, output: str | os.PathLike[str]) -> None:
         )
     if os.path.exists(dataset) and os.path.exists(output) and os.path.samefile(dataset, output):
         raise ConfigurationError(f"{output} is the input; name another output.")
-    why = "it is a directory; name a file" if os.path.isdir(output) else ""
-    if not os.path.isdir(folder := os.path.dirname(output) or os.curdir):
+    folder = os.path.dirname(output) or os.curdir
+    if not os.path.isdir(folder):
         why = f"{folder} is not a directory; make it, or name another output"
-    if why:
         raise ConfigurationError(f"{output} cannot be written: {why}.")
+    if os.path.isdir(output):
+        raise ConfigurationError(f"{output} cannot be written: it is a directory; name a file.")

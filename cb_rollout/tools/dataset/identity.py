@@ -1,8 +1,8 @@
-"""Describe what decides the results of a run over a data set, as JSON that a resumed run repeats.
+"""Describe the inputs that determine a run's results, as JSON that a resumed run compares.
 
-Owns what counts: the weights, the model's settings, the tokenizer's files, and the code of a
-scoring function. Leaves out where and by which libraries a run computes, which only rounds
-otherwise. Called before anything is generated.
+These are the weights, the model's settings, the tokenizer's files, and the code of a scoring
+function. The hardware and the library versions are left out, because they only change rounding.
+Called before anything is generated.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -39,6 +39,15 @@ INERT = {
 # A setting of its own.
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
+# Entries of a class that its body does not write: links, and where its source stands.
+OF_NO_CLASS_BODY = {
+    "__module__", "__qualname__", "__dict__", "__weakref__", "__firstlineno__",
+    "__static_attributes__",
+}  # fmt: skip
+
+# Where `property`, `staticmethod`, `cached_property` and their like hold functions.
+DESCRIPTORS_FUNCTIONS = ("fget", "fset", "fdel", "__func__", "func", "dispatcher")
+
 SCALARS = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -52,54 +61,57 @@ def digest_of_weights(model: PreTrainedModel) -> str:
 
 
 def model_settings(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what a model computes with beside its weights, for a later run to compare.
+    """Return the model's settings that affect its results, for a later run to compare.
 
-    These are the entries of its config that are not its class's, adapters' scalings, a hash of its
-    modules' settings (which adapters are active among them), and the modules that run a hook or a
-    forward of one's own.
+    These are the config entries that differ from its class's defaults, adapter scalings, a hash of
+    its modules' settings (including which adapters are active), and the modules with a hook or a
+    replaced forward.
     """
     settings: dict[str, Any] = {"config": _without_inert(model.config.to_diff_dict())}
     modules = repr([module_settings(module) for module in model.modules()])
     settings["module_settings"] = hashlib.sha256(modules.encode()).hexdigest()
     settings["hooked_modules"] = [*own_hooks(model), *own_forwards(model)]
-    if scalings := scalings_of(model):
+    scalings = scalings_of(model)
+    if scalings:
         settings["adapter_scalings"] = scalings
     return settings
 
 
 def sampling_settings(model: PreTrainedModel, options: DatasetOptions) -> dict[str, Any]:
-    """Return the sampling parameters that a generation config decides, and that are not neutral."""
-    is_plain = options.generation_config == "none"
-    config = GenerationConfig(do_sample=True) if is_plain else model.generation_config
+    """Return the sampling parameters that a generation config sets to non-neutral values."""
+    config = model.generation_config
+    if options.generation_config == "none":
+        config = GenerationConfig(do_sample=True)
     params = options.sampling_params(from_generation_config(config))
     neutral = SamplingParams()
-    decided = {name for name, value in vars(options).items() if value is not None}
-    return {
-        field.name: _jsonable(getattr(params, field.name))
-        for field in dataclasses.fields(params)
-        if field.name not in decided and getattr(params, field.name) != getattr(neutral, field.name)
-    }
+    settings: dict[str, Any] = {}
+    for field in dataclasses.fields(params):
+        is_decided_by_option = getattr(options, field.name, None) is not None
+        value = getattr(params, field.name)
+        if not is_decided_by_option and value != getattr(neutral, field.name):
+            settings[field.name] = _jsonable(value)
+    return settings
 
 
 def tokenizer_settings(tokenizer: Any) -> dict[str, str]:
     """Hash each file of a tokenizer or a processor, as it would be saved now."""
-    found = {"class": type(tokenizer).__name__}
+    settings = {"class": type(tokenizer).__name__}
     if not hasattr(tokenizer, "save_pretrained"):
-        return found
-    with tempfile.TemporaryDirectory() as name:
-        tokenizer.save_pretrained(name)
-        for path in sorted(Path(name).rglob("*")):
+        return settings
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(Path(folder).rglob("*")):
             if path.is_file() and path.name != CHAT_TEMPLATE_FILE:
-                found[str(path.relative_to(name))] = _digest_of_settings_file(path)
-    return found
+                settings[str(path.relative_to(folder))] = _digest_of_settings_file(path)
+    return settings
 
 
 def digest_of_scorer(scorer: Any) -> str:
-    """Hash the code of a scoring function, and what it names in its module.
+    """Hash the code of a scoring function, and the names that it uses from its module.
 
-    Functions, classes and plain values of the module count, by what they are now. Comments and
-    layout don't, and neither do values that the function itself assigns, such as a counter. Other
-    modules count by their names.
+    Functions, classes and plain values of the module count with their current content. Comments,
+    layout, and values that the function itself assigns, such as a counter, do not count. Of other
+    modules, only the names count.
     """
     function = scorer
     while isinstance(function, partial):
@@ -115,7 +127,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def _digest_of_settings_file(path: Path) -> str:
-    """Hash a file, a JSON one without its inert entries."""
+    """Hash a file; inert entries of a JSON file are left out."""
     if path.suffix != ".json":
         return digest_of_file(path)
     settings = _without_inert(json.loads(path.read_bytes()))
@@ -124,16 +136,18 @@ def _digest_of_settings_file(path: Path) -> str:
 
 def _without_inert(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            str(name): _without_inert(item) for name, item in value.items() if name not in INERT
-        }
+        kept: dict[str, Any] = {}
+        for name, item in value.items():
+            if name not in INERT:
+                kept[str(name)] = _without_inert(item)
+        return kept
     if isinstance(value, list | tuple):
         return [_without_inert(item) for item in value]
     return _jsonable(value)
 
 
 def _jsonable(value: Any) -> Any:
-    """Return a value as JSON holds it; anything else as its text, or its type's where it has none.
+    """Return a JSON value; other objects become their text, or their type's if they have none.
 
     A dict's keys may be tuples of token ids.
     """
@@ -143,22 +157,24 @@ def _jsonable(value: Any) -> Any:
         return [_jsonable(item) for item in value]
     if isinstance(value, str | int | float | None):
         return value
-    has_own_text = type(value).__repr__ is not object.__repr__
-    return repr(value) if has_own_text else type(value).__qualname__
+    # The text of a bare object is its address, which changes with the process.
+    if type(value).__repr__ is object.__repr__:
+        return type(value).__qualname__
+    return repr(value)
 
 
 class _Description:
-    """Describes functions and values by lists whose text is the same in every process."""
+    """Describes functions and values by lists that are the same in every process."""
 
     def __init__(self, module: str | None) -> None:
-        """Look into functions and classes of this module alone."""
+        """Describe only the functions and classes of this module in detail."""
         self._module = module
         self._described: set[int] = set()
         self._open: set[int] = set()
         """The containers that are being described: one may hold itself."""
 
     def of(self, value: Any) -> Any:
-        """Return lists, texts and numbers that tell the value from others."""
+        """Return lists, texts and numbers that identify the value."""
         if isinstance(value, SCALARS):
             return repr(value)
         if isinstance(value, re.Pattern):
@@ -174,8 +190,12 @@ class _Description:
 
     def _of_container(self, value: Any) -> list[Any]:
         if isinstance(value, Mapping):
-            return ["dict", *([self.of(key), self.of(item)] for key, item in value.items())]
+            described: list[Any] = ["dict"]
+            for key, item in value.items():
+                described.append([self.of(key), self.of(item)])
+            return described
         if isinstance(value, set | frozenset):
+            # A set has another order in each process.
             return ["set", *sorted(repr(self.of(item)) for item in value)]
         return [type(value).__name__, *map(self.of, value)]
 
@@ -190,45 +210,74 @@ class _Description:
         if id(value) in self._described:
             return ["described", type(value).__qualname__, getattr(value, "__qualname__", "")]
         self._described.add(id(value))
-        is_function = isinstance(value, FunctionType)
-        return self._of_function(value) if is_function else self._of_object(value)
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        return self._of_object(value)
 
     def _of_function(self, function: FunctionType) -> list[Any]:
         if function.__module__ != self._module:
             return ["function", function.__module__, function.__qualname__]
         code = function.__code__
         assigned = set(_assigned_names(code))
-        named = {
-            name: self.of(function.__globals__[name])
-            for name in sorted(set(_names(code)) - assigned)
-            if name in function.__globals__
-        }
-        cells = {
-            name: self.of(cell.cell_contents)
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-            if name not in assigned
-        }
+        globals_read: dict[str, Any] = {}
+        for name in sorted(set(_names(code)) - assigned):
+            if name in function.__globals__:
+                globals_read[name] = self.of(function.__globals__[name])
+        closure: dict[str, Any] = {}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name not in assigned:
+                closure[name] = self.of(cell.cell_contents)
         defaults = [self.of(function.__defaults__), self.of(function.__kwdefaults__)]
-        return ["function", self._of_code(code), named, cells, defaults]
+        attributes = self.of(vars(function))
+        return ["function", self._of_code(code), globals_read, closure, defaults, attributes]
 
     def _of_object(self, value: Any) -> list[Any]:
-        kind = value if isinstance(value, type) else type(value)
-        described: list[Any] = [kind.__module__, kind.__qualname__]
-        if kind.__module__ != self._module:
+        cls = value if isinstance(value, type) else type(value)
+        described: list[Any] = [cls.__module__, cls.__qualname__]
+        if hasattr(value, "__wrapped__"):
+            # Such as what `functools.lru_cache` makes of a function.
+            return [*described, self.of(value.__wrapped__)]
+        if cls.__module__ != self._module:
             return [*described, getattr(value, "__qualname__", "")]
-        for name, attribute in vars(kind).items():
-            if isinstance(attribute, (FunctionType, *SCALARS)):
-                described.append([name, self.of(attribute)])
-        if kind is not value:
-            own = getattr(value, "__dict__", {})
-            described.append({n: self.of(x) for n, x in own.items() if isinstance(x, SCALARS)})
+        described.append(self._of_class(cls))
+        if cls is not value:
+            described.append(self.of(_attributes(value)))
         return described
 
+    def _of_class(self, cls: type) -> list[Any]:
+        described: list[Any] = [self.of(type(cls))]
+        for base in cls.__bases__:
+            described.append(self.of(base))
+        for name, attribute in vars(cls).items():
+            if name not in OF_NO_CLASS_BODY:
+                described.append([name, self._of_attribute(attribute)])
+        return described
+
+    def _of_attribute(self, attribute: Any) -> list[Any]:
+        """Describe a class attribute; a descriptor, by the functions that it calls."""
+        functions = [getattr(attribute, name, None) for name in DESCRIPTORS_FUNCTIONS]
+        if isinstance(attribute, FunctionType) or not any(functions):
+            return self.of(attribute)
+        return [type(attribute).__qualname__, *map(self.of, functions)]
+
     def _of_code(self, code: CodeType) -> list[Any]:
-        constants = [
-            self._of_code(x) if isinstance(x, CodeType) else self.of(x) for x in code.co_consts
-        ]
+        constants: list[Any] = []
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                constants.append(self._of_code(constant))
+            else:
+                constants.append(self.of(constant))
         return [code.co_code.hex(), constants, code.co_names, code.co_varnames]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, including those in slots."""
+    attributes = dict(getattr(value, "__dict__", {}))
+    for cls in type(value).__mro__:
+        for name, attribute in vars(cls).items():
+            if isinstance(attribute, MemberDescriptorType) and hasattr(value, name):
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

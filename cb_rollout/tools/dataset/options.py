@@ -78,12 +78,22 @@ class DatasetOptions:
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters; `defaults` are of the options that are None."""
-        names = ("temperature", "top_k", "top_p", "min_p")
-        fields = {name: x for name in names if (x := getattr(self, name)) is not None}
-        # A temperature asks for sampling, even where the model's own generation config is greedy.
-        fields |= {"do_sample": True} if self.temperature else {}
-        fields |= {name: getattr(self, name) for name in ("max_new_tokens", "seed", "ignore_eos")}
-        return dataclasses.replace(defaults, **fields, max_length=None)
+        fields: dict[str, Any] = {}
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value
+        if self.temperature:
+            # It asks for sampling, even where the model's own generation config is greedy.
+            fields["do_sample"] = True
+        return dataclasses.replace(
+            defaults,
+            **fields,
+            max_new_tokens=self.max_new_tokens,
+            max_length=None,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
 
     def rollout_config(self) -> RolloutConfig:
         """Return the engine's settings, without a reserve for training."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from cb_rollout.errors import ConfigurationError, abbreviated
 from cb_rollout.metrics import jsonl
+from cb_rollout.metrics.write_faults import write_advice
 from cb_rollout.tools.dataset.rows import UNREADABLE, RowId
 
 SETTINGS_SUFFIX = ".settings.json"
@@ -46,17 +47,21 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 
         Args:
             path: JSONL file; its settings are in a file beside it.
-            settings: what the results depend on, as JSON holds it.
+            settings: the inputs that determine the results, as JSON values.
             overwrite: discard the results.
             scored: returns a result with new scores, for all results of the file; the settings of
                 scores may differ then. None: the scores stay.
         """
-        self.path, self._settings_path = Path(path), Path(f"{path}{SETTINGS_SUFFIX}")
+        self.path = Path(path)
+        self.num_done = 0
+        self.num_failed = 0
+        self.first_error: str | None = None
+        self._settings_path = Path(f"{path}{SETTINGS_SUFFIX}")
+        # As they are read back: JSON makes lists of tuples.
         self._settings = json.loads(json.dumps(settings))
         self._scored = scored
-        self.num_done = self.num_failed = 0
-        self.first_error: str | None = None
         self._samples: dict[RowId, int] = {}
+        """The sequences of each row that have a result: bit n is sequence n."""
         self._synced = time.monotonic()
         with self._writing():
             self._file = self._opened()
@@ -89,7 +94,9 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         jsonl.write_whole(self._settings_path, settings, survives_power_failure=True)
 
     def has(self, row_id: RowId, sample: int) -> bool:
-        return bool(self._samples.get(row_id, 0) >> sample & 1)
+        """Return whether sequence number `sample` of a row has a result."""
+        samples = self._samples.get(row_id, 0)
+        return bool(samples & (1 << sample))
 
     def append(self, results: list[dict[str, Any]]) -> None:
         """Append results of new sequences with a single write."""
@@ -99,8 +106,9 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             jsonl.append_lines(self._file, b"".join(map(jsonl.json_line, results)))
         except OSError as error:
             raise ConfigurationError(
-                f"{self.path} cannot be written ({error.strerror}); make room and run the same "
-                f"again: {sum(1 for _ in self)} sequences are in it."
+                f"{self.path} cannot be written ({error.strerror}). "
+                f"{write_advice(error, self.path, 'output')} {sum(1 for _ in self)} sequences are "
+                "in it: run the same again to go on from them."
             ) from error
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
@@ -116,12 +124,13 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise `ConfigurationError` for what the system refuses inside the block."""
+        """Turn an operating-system error inside the block into a `ConfigurationError`."""
         try:
             yield
         except OSError as error:
             raise ConfigurationError(
-                f"{self.path} cannot be written ({error.strerror}); name another output."
+                f"{error.filename or self.path} cannot be written ({error.strerror}). "
+                f"{write_advice(error, error.filename or self.path, 'output')}"
             ) from error
 
     def _sync(self) -> None:
@@ -152,8 +161,8 @@ class ResultFile(AbstractContextManager["ResultFile"]):
                 f"{self.path} is there but {self._settings_path.name}, which says what it was made "
                 f"with, cannot be read; {advice}."
             ) from error
-        kept = {name for name in SCORE_SETTINGS if self._scored is not None}
-        changed = list(_differences("", started_with, self._settings, kept))
+        may_differ = () if self._scored is None else SCORE_SETTINGS
+        changed = list(_differences("", started_with, self._settings, may_differ))
         if not changed:
             return
         if all(name in SCORE_SETTINGS for name, _ in changed):
@@ -163,11 +172,13 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         raise ConfigurationError(f"{self.path} {why}. Resume with the same, {advice}.")
 
     def _index(self, result: Mapping[str, Any]) -> None:
-        row_id, sample = result["id"], result["sample"]
+        row_id = result["id"]
+        sample = result["sample"]
         if self.has(row_id, sample):
             twice = f"sequence {sample} of row {row_id!r} twice"
             raise ConfigurationError(f"{self.path} has {twice}; remove one line.")
-        self._samples[row_id] = self._samples.get(row_id, 0) | 1 << sample
+        samples = self._samples.get(row_id, 0)
+        self._samples[row_id] = samples | (1 << sample)
         self.num_done += 1
         if "error" in result:
             self.num_failed += 1
@@ -194,7 +205,8 @@ def _differences(
 
 
 def _checked(result: dict[str, Any]) -> dict[str, Any]:
-    row_id, sample = result["id"], result["sample"]
+    row_id = result["id"]
+    sample = result["sample"]
     if not isinstance(row_id, int | str) or not isinstance(sample, int) or sample < 0:
         raise TypeError(f"id {row_id!r} and sample {sample!r} name no sequence")
     return result

@@ -20,6 +20,10 @@ from cb_rollout.tools.dataset.options import DatasetOptions
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
 PARQUET_SUFFIX = ".parquet"
+
+# Files of a directory that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` wrote.
+SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
+
 # Rows decoded together: a few megabytes of long chats.
 PARQUET_BATCH_ROWS = 256
 
@@ -46,33 +50,37 @@ def create_source(name: str, *, split: str = "train", subset: str | None = None)
 
     `ConfigurationError`: it does not exist or cannot be read.
     """
-    path, ends = Path(name), (*JSONL_SUFFIXES, PARQUET_SUFFIX)
+    path = Path(name)
     try:
         is_file = path.is_file()
         if is_file:
             path.open("rb").close()
     except OSError as error:
         raise ConfigurationError(f"{name} cannot be read ({error.strerror}).") from error
-    if is_file and path.suffix not in ends:
-        why = f"ends in none of {', '.join(ends)}; convert it to one of them."
+    suffixes = (*JSONL_SUFFIXES, PARQUET_SUFFIX)
+    if is_file and path.suffix not in suffixes:
+        why = f"ends in none of {', '.join(suffixes)}; convert it to one of them."
         raise ConfigurationError(f"{name} {why}")
-    if path.suffix in ends and not is_file:
+    if path.suffix in suffixes and not is_file:
         state = "is not a file" if path.exists() else "does not exist"
         raise ConfigurationError(f"{name} {state}; pass a JSONL or Parquet file.")
     if path.suffix in JSONL_SUFFIXES:
         return partial(_jsonl_rows, path)
-    return _parquet_source(path) if is_file else _dataset_source(name, split, subset)
+    if path.suffix == PARQUET_SUFFIX:
+        return _parquet_source(path)
+    return _dataset_source(name, split, subset)
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    value = error
-                yield f"{path} line {number}", value
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                value = error
+            yield f"{path} line {number}", value
 
 
 def _parquet_source(path: Path) -> Source:
@@ -106,9 +114,10 @@ def _dataset_source(name: str, split: str, subset: str | None) -> Source:
     from datasets.exceptions import DatasetsError
 
     try:
-        if any((Path(name) / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
-            loaded = datasets.load_from_disk(name)
-            dataset = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        if any((Path(name) / marker).is_file() for marker in SAVED_DATASET_FILES):
+            dataset = datasets.load_from_disk(name)
+            if isinstance(dataset, datasets.DatasetDict):
+                dataset = dataset[split]
         else:
             dataset = datasets.load_dataset(name, subset, split=split)
     except (OSError, ValueError, KeyError, DatasetsError) as error:
@@ -116,7 +125,12 @@ def _dataset_source(name: str, split: str, subset: str | None) -> Source:
             f"split {split!r} of {name!r} cannot be loaded ({error_text(error)}); pass a file, a "
             "data set's directory or name, and its split and subset."
         ) from error
-    return lambda: ((f"{name} {split} row {n}", dict(row)) for n, row in enumerate(dataset))
+
+    def rows() -> Iterator[tuple[str, Any]]:
+        for number, row in enumerate(dataset):
+            yield f"{name} {split} row {number}", dict(row)
+
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +164,14 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
     pictures: dict[str, str] = {}
     labels: dict[RowId, str] = {}
     for number, (label, value) in enumerate(source()):
-        if problem := _problem_of(value):
+        problem = _problem_of(value)
+        if problem is not None:
             raise InvalidRequestError(f"{label} {problem}. Nothing was generated.")
         row = _row(number, label, value)
-        if (other := labels.setdefault(row.id, label)) != label:
+        if row.id in labels:
+            other = labels[row.id]
             raise InvalidRequestError(f"{label} has the id {row.id!r} of {other}; rename one.")
+        labels[row.id] = label
         digest.update(json.dumps([row.id, row.values]).encode())
         for name in _picture_names(row):
             # A data URL stands in the row, and other URLs are never fetched.
@@ -174,56 +191,85 @@ def _digest_of_picture(path: Path) -> str:
 
 def rows(source: Source) -> Iterator[Row]:
     """Yield the rows of an input that `survey` has passed."""
-    return (_row(number, *labelled) for number, labelled in enumerate(source()))
+    for number, (label, value) in enumerate(source()):
+        yield _row(number, label, value)
 
 
 def _row(number: int, label: str, value: Mapping[str, Any]) -> Row:
-    # Columnar files have every key in every row.
-    values: dict[str, Any] = {
-        name: item
-        for name, item in value.items()
-        if item is not None or name not in ("id", "prompt", "messages", "images")
-    }
-    return Row(label, values.pop("id", number), values)
+    values = dict(value)
+    for name in ("id", "prompt", "messages", "images"):
+        # Columnar files have every key in every row.
+        if name in values and values[name] is None:
+            del values[name]
+    row_id = values.pop("id", number)
+    return Row(label, row_id, values)
 
 
 def _problem_of(value: Any) -> str | None:
-    """Return the reason why a row cannot be used, without a model; None: it can."""
+    """Return why a row cannot be used, as far as can be told without a model; None if it can."""
     if isinstance(value, Exception):
         return f"is not JSON ({value})"
     if not isinstance(value, Mapping):
         return f"is not an object but a {type(value).__name__}"
-    given = [name for name in ("prompt", "messages") if value.get(name) is not None]
-    if len(given) != 1:
-        return "has both prompt and messages" if given else "has neither prompt nor messages"
-    if clash := [key for key in RESULT_KEYS if key in value]:
-        return f"has the key {clash[0]!r}, which results use; rename it"
-    if not isinstance(value.get("id"), int | str | None) or isinstance(value.get("id"), bool):
-        return f"has the id {value['id']!r}, which is neither text nor a whole number"
+    problem = _problem_of_keys(value)
+    if problem is not None:
+        return problem
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         return f"holds what JSON cannot ({error}); take it out"
-    if problem := _problem_of_prompt(given[0], value[given[0]]):
+    if value.get("prompt") is not None:
+        problem = _problem_of_prompt(value["prompt"])
+    else:
+        problem = _problem_of_messages("messages", value["messages"])
+    if problem is not None:
         return problem
+    return _problem_of_images(value)
+
+
+def _problem_of_keys(value: Mapping[str, Any]) -> str | None:
+    has_prompt = value.get("prompt") is not None
+    has_messages = value.get("messages") is not None
+    if has_prompt and has_messages:
+        return "has both prompt and messages"
+    if not has_prompt and not has_messages:
+        return "has neither prompt nor messages"
+    for key in RESULT_KEYS:
+        if key in value:
+            return f"has the key {key!r}, which results use; rename it"
+    row_id = value.get("id")
+    if not isinstance(row_id, int | str | None) or isinstance(row_id, bool):
+        return f"has the id {row_id!r}, which is neither text nor a whole number"
+    return None
+
+
+def _problem_of_images(value: Mapping[str, Any]) -> str | None:
     if not isinstance(value.get("images"), list | None):
         return "has images that are not a list"
-    others = [name for name in _image_names(value) if not isinstance(name, str)]
-    return f"has the image {others[0]!r:.80}, which is not a path" if others else None
+    for name in _image_names(value):
+        if not isinstance(name, str):
+            return f"has the image {name!r:.80}, which is not a path"
+    return None
 
 
-def _problem_of_prompt(name: str, prompt: Any) -> str | None:
-    if isinstance(prompt, str) and name == "prompt":
+def _problem_of_prompt(prompt: Any) -> str | None:
+    if isinstance(prompt, str):
         return None if prompt else "has an empty prompt"
     if not isinstance(prompt, list):
-        return f"has {name} that are not a list" if name == "messages" else f"has no text as {name}"
-    if not prompt:
-        return f"has an empty list as {name}"
-    if name == "prompt" and all(type(token) is int for token in prompt):
+        return "has no text as prompt"
+    if prompt and all(type(token) is int for token in prompt):
         return None
-    for message in prompt:
+    return _problem_of_messages("prompt", prompt)
+
+
+def _problem_of_messages(key: str, messages: Any) -> str | None:
+    if not isinstance(messages, list):
+        return f"has {key} that are not a list"
+    if not messages:
+        return f"has an empty list as {key}"
+    for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            return f"has {name} in which {message!r:.80} is not a message with role and content"
+            return f"has {key} in which {message!r:.80} is not a message with role and content"
     return None
 
 
@@ -235,8 +281,13 @@ def _picture_names(row: Row) -> list[str]:
 def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
     yield from row.get("images") or ()
-    for chat in filter(is_chat, (row.get("prompt"), row.get("messages"))):
-        yield from (name for part in image_parts(chat) if (name := picture_of(part)) is not None)
+    for chat in (row.get("prompt"), row.get("messages")):
+        if not is_chat(chat):
+            continue
+        for part in image_parts(chat):
+            name = picture_of(part)
+            if name is not None:
+                yield name
 
 
 def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: Row) -> Encoded:
@@ -245,29 +296,45 @@ def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: R
     `InvalidRequestError`: it does not fit the tokenizer or the options, or has no such picture.
     """
     prompt: Any = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
-    system_prompt = options.system_prompt
-    images = [x if x.startswith(URLS) else str(folder / x) for x in _picture_names(row)]
+    images: list[str] = []
+    for name in _picture_names(row):
+        images.append(name if name.startswith(URLS) else str(folder / name))
     if options.chat and isinstance(prompt, str):
-        text = {"type": "text", "text": prompt}
-        content = [*({"type": "image"} for _ in images), text] if images else prompt
-        prompt = [{"role": "user", "content": content}]
-    if system_prompt is not None and isinstance(prompt, str):
+        prompt = _chat_of_text(prompt, len(images))
+    if options.system_prompt is not None:
+        prompt = _with_system_prompt(options.system_prompt, prompt)
+    engine_input = {"prompt": prompt, "images": images} if images else prompt
+    try:
+        (encoded_input,) = encoded([engine_input], tokenizer)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(str(error).removeprefix("input 0: ")) from error
+    return encoded_input
+
+
+def _chat_of_text(text: str, num_images: int) -> list[dict[str, Any]]:
+    """Return a chat of one user message, its pictures before its text."""
+    if num_images == 0:
+        return [{"role": "user", "content": text}]
+    content: list[dict[str, str]] = [{"type": "image"} for _ in range(num_images)]
+    content.append({"type": "text", "text": text})
+    return [{"role": "user", "content": content}]
+
+
+def _with_system_prompt(system_prompt: str, prompt: Any) -> Any:
+    """Return a chat with a system message before it; token ids stay as they are."""
+    if isinstance(prompt, str):
         raise InvalidRequestError(
             "the prompt is text, which cannot follow a system prompt; set chat to make each text a "
             "chat, or leave system_prompt out."
         )
-    if system_prompt is not None and is_chat(prompt):
-        if prompt[0]["role"] == "system":
-            raise InvalidRequestError(
-                "the chat has a system message of its own; take it out, or leave system_prompt out."
-            )
-        # Templates of processors read either texts or parts in every message.
-        has_parts = any(isinstance(message["content"], list) for message in prompt)
-        content = [{"type": "text", "text": system_prompt}] if has_parts else system_prompt
-        prompt = [{"role": "system", "content": content}, *prompt]
-    whole = {"prompt": prompt, "images": images} if images else prompt
-    try:
-        (found,) = encoded([whole], tokenizer)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(str(error).removeprefix("input 0: ")) from error
-    return found
+    if not is_chat(prompt):
+        return prompt
+    if prompt[0]["role"] == "system":
+        raise InvalidRequestError(
+            "the chat has a system message of its own; take it out, or leave system_prompt out."
+        )
+    content: Any = system_prompt
+    # Templates of processors read either texts or parts in every message.
+    if any(isinstance(message["content"], list) for message in prompt):
+        content = [{"type": "text", "text": system_prompt}]
+    return [{"role": "system", "content": content}, *prompt]

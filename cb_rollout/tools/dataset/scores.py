@@ -72,7 +72,9 @@ def scores_of(scorer: Scorer, result: Mapping[str, Any], label: str) -> dict[str
     except Exception as error:
         advice = "mend it and run the same again with rescore=True: all results are scored again"
         raise ConfigurationError(f"{where} raised {error_text(error)}; {advice}.") from error
-    named = dict(returned) if isinstance(returned, Mapping) else {UNNAMED_SCORE: returned}
+    named: dict[Any, Any] = {UNNAMED_SCORE: returned}
+    if isinstance(returned, Mapping):
+        named = dict(returned)
     scores: dict[str, float] = {}
     for name, value in named.items():
         with suppress(TypeError, ValueError):
@@ -88,19 +90,25 @@ def summaries(results: Iterable[Mapping[str, Any]]) -> list[ScoreSummary]:
     for result in results:
         for name, value in result.get("scores", {}).items():
             by_name.setdefault(name, {}).setdefault(result["id"], []).append(value)
-    return [
-        ScoreSummary(
-            name,
-            len(rows),
-            sum(map(len, rows.values())),
-            *_mean_and_error([sum(values) / len(values) for values in rows.values()]),
-            *_mean_and_error([max(values) for values in rows.values()]),
-        )
-        for name, rows in by_name.items()
-    ]
+    return [_summary(name, list(rows.values())) for name, rows in by_name.items()]
+
+
+def _summary(name: str, scores_of_rows: list[list[float]]) -> ScoreSummary:
+    mean, mean_error = _mean_and_error([sum(scores) / len(scores) for scores in scores_of_rows])
+    best, best_error = _mean_and_error([max(scores) for scores in scores_of_rows])
+    return ScoreSummary(
+        name=name,
+        num_rows=len(scores_of_rows),
+        num_sequences=sum(map(len, scores_of_rows)),
+        mean=mean,
+        mean_error=mean_error,
+        best=best,
+        best_error=best_error,
+    )
 
 
 def _mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return the mean, and its standard error; NaN for a single value."""
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return mean, math.nan
@@ -109,16 +117,22 @@ def _mean_and_error(values: list[float]) -> tuple[float, float]:
 
 def table(scores: Iterable[ScoreSummary], num_return_sequences: int) -> str:
     """Format scores as lines of text; with the best of a row's sequences if it has several."""
-    several = num_return_sequences > 1
+    has_best = num_return_sequences > 1
     header = ["score", "rows", "sequences", "mean", "+-"]
-    lines = [header + ([f"best of {num_return_sequences}", "+-"] if several else [])]
+    if has_best:
+        header += [f"best of {num_return_sequences}", "+-"]
+    rows = [header]
     for score in scores:
-        counts = [score.name, f"{score.num_rows:,}", f"{score.num_sequences:,}"]
-        figures = [score.mean, score.mean_error]
-        figures += [score.best, score.best_error] if several else []
-        lines.append(counts + [f"{figure:.4f}" for figure in figures])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+        row = [score.name, f"{score.num_rows:,}", f"{score.num_sequences:,}"]
+        row += [f"{score.mean:.4f}", f"{score.mean_error:.4f}"]
+        if has_best:
+            row += [f"{score.best:.4f}", f"{score.best_error:.4f}"]
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        for cell, width in zip(row[1:], widths[1:], strict=True):
+            cells.append(cell.rjust(width))
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

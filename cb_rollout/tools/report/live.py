@@ -1,4 +1,4 @@
-"""Serve a run's report on this machine, written anew when its records have changed."""
+"""Serve a run's report on this machine, and rewrite it when its records change."""
 
 import os
 from http import HTTPStatus
@@ -16,27 +16,30 @@ LOOPBACK = "127.0.0.1"
 
 
 class LiveReport(ThreadingHTTPServer):
-    """A server of one run's report, on the loopback address alone."""
+    """A server of one run's report, on the loopback address only."""
 
     daemon_threads = True
 
     def __init__(self, run_dir: str | os.PathLike[str], port: int, refresh_seconds: int) -> None:
-        """Bind to a port, 0: a free one, or raise `ConfigurationError`."""
+        """Bind to a port (0: a free one), or raise `ConfigurationError`."""
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(f"port {port} fails ({error}); pass --port.") from error
         self.url = f"http://{LOOPBACK}:{self.server_port}/"
-        self._run_dir, self._refresh_seconds = Path(run_dir), refresh_seconds
-        self._lock, self._state, self._page = Lock(), (), ""
+        self._run_dir = Path(run_dir)
+        self._refresh_seconds = refresh_seconds
+        self._lock = Lock()
+        self._page = ""
+        self._state: tuple[tuple[str, int, int], ...] = ()
+        """Name, time and size of each file of records that the page was written from."""
 
     def page(self) -> str:
         """Return the report of the records as they are now, or why there is none yet."""
         with self._lock:
             try:
                 folder = find_run_dir(self._run_dir)
-                stats = [(path.name, path.stat()) for path in sorted(folder.glob("*.jsonl"))]
-                state = tuple((name, found.st_mtime_ns, found.st_size) for name, found in stats)
+                state = _state_of_records(folder)
                 if state != self._state:
                     self._page = write_report(folder).read_text(encoding="utf-8")
                     self._state = state
@@ -47,25 +50,39 @@ class LiveReport(ThreadingHTTPServer):
         return page.replace("<head>", f"<head>\n{refresh}", 1)
 
     def page_of_step(self, name: str) -> str | None:
-        """Return a page of sequences; None: there is none of this name."""
+        """Return a page of sequences; None if no page has this name."""
         try:
-            paths = (find_run_dir(self._run_dir) / PAGES_DIR).iterdir()
-            return {path.name: path for path in paths}[name].read_text(encoding="utf-8")
-        except (ConfigurationError, OSError, KeyError):
+            pages_dir = find_run_dir(self._run_dir) / PAGES_DIR
+            # The name comes from a client: it is compared, and is never part of a path.
+            for path in pages_dir.iterdir():
+                if path.name == name:
+                    return path.read_text(encoding="utf-8")
+        except (ConfigurationError, OSError):
             return None
+        return None
+
+
+def _state_of_records(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    files: list[tuple[str, int, int]] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        status = path.stat()
+        files.append((path.name, status.st_mtime_ns, status.st_size))
+    return tuple(files)
 
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the report, or a page of sequences."""
-        # A page of another site may name this address by a host of its own.
+        # Another site's page may reach this address under its own host name.
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not is_loopback_authority(hosts[0].strip(" \t")):
             return self.send_error(HTTPStatus.FORBIDDEN, "open the address that was printed")
         assert isinstance(self.server, LiveReport)
         folder, _, name = self.path.lstrip("/").rpartition("/")
-        page = self.server.page_of_step(name) if folder == PAGES_DIR else None
-        if not folder and name in ("", "report.html"):
+        page = None
+        if folder == PAGES_DIR:
+            page = self.server.page_of_step(name)
+        elif not folder and name in ("", "report.html"):
             page = self.server.page()
         if page is None:
             return self.send_error(HTTPStatus.NOT_FOUND)

@@ -1,8 +1,8 @@
 """Report of a run: a self-contained HTML page from its records, and pages of its sequences.
 
-Own the content and order of a page; a part without records is left out. A report holds a few
-sequences, and links a page of each step. A comparison of two runs has their key figures, and panels
-with a curve of either. No page fetches anything. Loads no torch.
+This module owns the content and order of a page; parts without records are left out. A report shows
+a few sequences, and links a page for each step. A comparison of two runs has their key figures, and
+panels with a curve for each run. No page fetches anything. Loads no torch.
 """
 
 import os
@@ -14,6 +14,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from cb_rollout import __version__
 from cb_rollout.errors import ConfigurationError
@@ -32,19 +33,29 @@ from cb_rollout.metrics.run_records import (
     read_last_audit,
     read_metrics,
 )
+from cb_rollout.metrics.run_settings import Sections, read_settings
+from cb_rollout.metrics.write_faults import write_advice
 from cb_rollout.tools.report import figures
+from cb_rollout.tools.report.data import data_html, missing_curves
 from cb_rollout.tools.report.figures import DRIFT_KEYS, STYLES, Metrics, series
-from cb_rollout.tools.report.svg import compact
+from cb_rollout.tools.report.svg import Point, compact
 from cb_rollout.tools.report.tokens import legend_html, sequences_html, visible_html
 
 REPORT_FILE = "report.html"
 COMPARISON_FILE = "comparison.html"
-PAGES_DIR, PAGE_FILE = "report_pages", "step_{}.html"
+PAGES_DIR = "report_pages"
+PAGE_FILE = "step_{}.html"
 
-# Steps in the report itself, and sequences of each, the usual size of a group.
-MAX_STEPS, MAX_SEQUENCES_PER_STEP = 3, 8
+# The step of an evaluation that comes before the first step.
+BEFORE_TRAINING = 0
 
-# A page of so many completions, each cut as in the report, opens on a phone.
+# Steps in the report itself.
+MAX_STEPS = 3
+
+# Sequences of each of these steps: the usual size of a group.
+MAX_SEQUENCES_PER_STEP = 8
+
+# A page with this many completions, each cut as in the report, opens on a phone.
 MAX_SEQUENCES_PER_PAGE = 64
 
 # Rows of the table in the report. A page of four long completions takes 400 kB.
@@ -57,20 +68,22 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> Path:
     """Write `report.html` beside a run's records, and its sequences' pages in `report_pages/`.
 
-    `run_dir` has the records, or is a trainer's output_dir with `cb_rollout/` in it. `run_id` is a
-    run of the directory; None: the last. Returns the page's path. `ConfigurationError`: there is no
-    such run, a record cannot be read, or the page cannot be written.
+    `run_dir` has the records, or is a trainer's output_dir with `cb_rollout/` in it. `run_id` names
+    a run of the directory; None means the last one. Returns the page's path. `ConfigurationError`:
+    there is no such run, a record cannot be read, or the page cannot be written.
     """
     with naming_file(run_dir):
         folder = find_run_dir(run_dir)
         runs = list_runs(folder)
-        run, name = chosen_run(runs, run_id), run_name(folder)
-        metrics, counts = read_metrics(folder, run), run.num_sequences
+        run = chosen_run(runs, run_id)
+        name = run_name(folder)
+        metrics = read_metrics(folder, run)
+        counts = run.num_sequences
         shown = write_pages(folder, run, name) if counts else {}
+        settings = read_settings(folder, run.run_id)
         charts = figures.figures_html({name: metrics})
-        charts = f'<section class="charts">\n{charts}\n</section>' if charts else ""
-        place = f", {runs.index(run) + 1} of {len(runs)} in this directory" if len(runs) > 1 else ""
-        resumed = "".join(f", after step {step:,} of {of}" for of, step in run.continues.items())
+        if charts:
+            charts = f'<section class="charts">\n{charts}\n</section>'
         numbers = "".join(
             f'<div><dt>{label}</dt><dd>{value}</dd><dd class="note">{note}</dd></div>'
             for label, value, note in key_figures(metrics, counts)
@@ -78,11 +91,12 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         page = html_page(
             name,
             f"""<header class="top">
-<p class="kicker">Rollout report of run {visible_html(run.run_id + place + resumed)}</p>
+<p class="kicker">Rollout report of run {visible_html(_title_of_run(run, runs))}</p>
 <h1>{visible_html(name)}</h1>
 <dl class="figures">{numbers}</dl>
 </header>
-{_advice(metrics, read_last_audit(folder))}{charts}
+{_advice(metrics, read_last_audit(folder), settings)}{charts}
+{data_html({name: metrics}, {name: settings})}
 {_completions(counts, shown, folder)}
 <footer>cb_rollout {escape(__version__)}, from {len(metrics):,} records of {METRICS_FILE} and \
 {sum(counts.values()):,} of {ROLLOUTS_FILE}.</footer>""",
@@ -91,17 +105,34 @@ def write_report(run_dir: str | os.PathLike[str], run_id: str | None = None) -> 
         return folder / REPORT_FILE
 
 
-def _advice(metrics: Metrics, audit: str | None) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in figures.advice(metrics))
+def _title_of_run(run: Run, runs: Sequence[Run]) -> str:
+    """Return a run's name, its number in its directory, and the runs that it resumed."""
+    title = run.run_id
+    if len(runs) > 1:
+        title += f", {runs.index(run) + 1} of {len(runs)} in this directory"
+    for earlier_id, step in run.continues.items():
+        title += f", after step {step:,} of {earlier_id}"
+    return title
+
+
+def _advice(metrics: Metrics, audit: str | None, settings: Sections) -> str:
+    sentences = [*missing_curves(metrics, settings), *figures.advice(metrics)]
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     if audit is not None:
         items += f'<li>The last audit:<pre class="prompt">{visible_html(audit)}</pre></li>'
-    return f'<section class="advice"><h2>Look at</h2><ul>{items}</ul></section>\n' if items else ""
+    if not items:
+        return ""
+    return f'<section class="advice"><h2>Look at</h2><ul>{items}</ul></section>\n'
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """Return `most` of ascending steps, evenly spread from the first to the last, or all."""
-    num = min(len(steps), most)
-    return [steps[place * (len(steps) - 1) // max(1, num - 1)] for place in range(num)]
+    """Return up to `most` of the ascending steps, evenly spread from the first to the last."""
+    if len(steps) <= most:
+        return list(steps)
+    if most == 1:
+        return [steps[0]]
+    last = len(steps) - 1
+    return [steps[place * last // (most - 1)] for place in range(most)]
 
 
 def run_name(run_dir: Path) -> str:
@@ -112,7 +143,8 @@ def run_name(run_dir: Path) -> str:
 
 def key_figures(metrics: Metrics, counts: dict[int, int]) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and note of each key figure."""
-    steps = sorted({record.step for record in metrics if record.mode == "train"} or counts)
+    trained_steps = {record.step for record in metrics if record.mode == "train"}
+    steps = sorted(trained_steps or counts)
     if steps:
         yield "Steps", f"{len(steps):,}", f"from {steps[0]:,} to {steps[-1]:,}"
     reward = series(metrics, "reward")
@@ -120,15 +152,22 @@ def key_figures(metrics: Metrics, counts: dict[int, int]) -> Iterator[tuple[str,
         yield "Last reward", compact(reward[-1][1]), f"at step {reward[-1][0]:,}"
     if len(reward) > 1:
         trend = figures.smoothed(reward)
-        first, last = (compact(round(value, 4)) for _, value in (trend[0], trend[-1]))
+        first = compact(round(trend[0][1], 4))
+        last = compact(round(trend[-1][1], 4))
         window = figures.smoothing_window(len(reward))
         note = f"mean over {window} steps" if window > 1 else "first and last step"
         yield "First to last reward", f"{first} <i>&rarr;</i> {last}", note
     speed = series(metrics, "rollout/tokens_per_second")
+    seconds = series(metrics, "step_seconds")
+    if seconds:
+        middle = figures.without_overflow(median, [value for _, value in seconds])
+        yield "Seconds per step", compact(middle), "median"
     if speed:
-        middle = median(value for _, value in speed)
+        middle = figures.without_overflow(median, [value for _, value in speed])
         yield "Tokens per second", compact(middle), "sampled while rolling out, median step"
-    drift = [point for key in DRIFT_KEYS for point in series(metrics, key)]
+    drift: list[Point] = []
+    for key in DRIFT_KEYS:
+        drift.extend(series(metrics, key))
     if drift:
         step, value = max(drift, key=lambda point: point[1])
         yield "Largest drift", compact(value), f"nats, at step {step:,}"
@@ -139,14 +178,20 @@ def _completions(
 ) -> str:
     if not rollouts:
         return ""
-    sections = "".join(
-        f'<section class="step"><h3>Step {step:,}<span>{len(shown):,} of '
-        f"{counts[step]:,} recorded sequences</span></h3>"
-        f"{sequences_html(shown, partial(read_image, run_dir))}</section>"
-        for step, shown in rollouts.items()
-    )
+    sections = ""
+    for step, shown in rollouts.items():
+        how_many = f"{len(shown):,} of {counts[step]:,} recorded sequences"
+        sequences = sequences_html(shown, partial(read_image, run_dir))
+        sections += f'<section class="step"><h3>Step {step:,}<span>{how_many}</span></h3>'
+        sections += f"{sequences}</section>"
+    num_trained = len(counts)
+    source = f"{len(rollouts)} of {num_trained:,} recorded steps"
+    if BEFORE_TRAINING in counts and num_trained > 1:
+        num_trained -= 1
+        num_shown = len(rollouts) - (BEFORE_TRAINING in rollouts)
+        source = f"{num_shown} of {num_trained:,} recorded steps, and before the first"
     lead = (
-        f"From {len(rollouts)} of {len(counts):,} recorded steps. A tint says how unlikely a token "
+        f"From {source}. A tint says how unlikely a token "
         "was when it was sampled; point at it for its log-probability, token id and policy version."
     )
     return (
@@ -156,7 +201,7 @@ def _completions(
 
 
 def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRecord]]:
-    """Write a page of each chosen step in place of those of an earlier report.
+    """Write a page for each chosen step, replacing those of an earlier report.
 
     Returns the first sequences of each step that the report itself shows.
     """
@@ -169,28 +214,31 @@ def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRe
     shown: dict[int, list[SequenceRecord]] = {step: [] for step in spread(chosen, MAX_STEPS)}
     # A step's records are adjacent but for evaluations, so that few steps wait at a time.
     for record in iterate_rollouts(run_dir, run, waiting.keys()):
-        if (records := waiting.get(record.step)) is None:
+        step = record.step
+        if step not in waiting:
             continue
+        records = waiting[step]
         records.append(record)
-        if len(records) == min(counts[record.step], MAX_SEQUENCES_PER_PAGE):
-            page = html_page(
-                name,
-                f"""<header class="top">
+        if len(records) < min(counts[step], MAX_SEQUENCES_PER_PAGE):
+            continue
+        page = html_page(
+            name,
+            f"""<header class="top">
 <p class="kicker">{visible_html(name)} &middot; <a href="../{REPORT_FILE}">report</a></p>
-<h1>Step {record.step:,}, {len(records):,} of {counts[record.step]:,} sequences</h1>
+<h1>Step {step:,}, {len(records):,} of {counts[step]:,} sequences</h1>
 </header>
 <section class="completions">{legend_html()}
 {sequences_html(records, partial(read_image, run_dir))}</section>""",
-            )
-            write_whole(folder / PAGE_FILE.format(record.step), page.encode())
-            if record.step in shown:
-                shown[record.step] = records[:MAX_SEQUENCES_PER_STEP]
-            del waiting[record.step]
+        )
+        write_whole(folder / PAGE_FILE.format(step), page.encode())
+        if step in shown:
+            shown[step] = records[:MAX_SEQUENCES_PER_STEP]
+        del waiting[step]
     return shown
 
 
 def pages_table(counts: Mapping[int, int]) -> str:
-    """Return the table of the steps with pages, closed until it is asked for."""
+    """Return the table of the steps that have pages, collapsed until opened."""
     chosen = spread(list(counts), MAX_STEPS_WITH_PAGES)
     rows = "".join(
         f'<tr><td><a href="{PAGES_DIR}/{PAGE_FILE.format(step)}">{step:,}</a></td>'
@@ -209,15 +257,15 @@ def pages_table(counts: Mapping[int, int]) -> str:
 
 @contextmanager
 def naming_file(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise `ConfigurationError` for a file of a run, or of its page, that cannot be used."""
+    """Raise `ConfigurationError` that names the run's or page's file that cannot be used."""
     try:
         yield
     except OSError as error:
         # A page that cannot be replaced is the second file.
         path = error.filename2 or error.filename or run_dir
         raise ConfigurationError(
-            f"{path} cannot be read or written ({error.strerror}); look at what it is and who may "
-            "use it."
+            f"{path} cannot be read or written ({error.strerror}). "
+            f"{write_advice(error, path, 'run directory')}"
         ) from error
 
 
@@ -255,55 +303,74 @@ def write_comparison(
     `ConfigurationError` as `write_report`, and for a run without metrics.
     """
     with naming_file(run_dir):
-        folders = [find_run_dir(run_dir), find_run_dir(other)]
-        runs = [chosen_run(list_runs(f), i) for f, i in zip(folders, run_ids, strict=True)]
-        if folders[0].resolve() == folders[1].resolve() and runs[0] == runs[1]:
+        first_id, second_id = run_ids
+        first_folder = find_run_dir(run_dir)
+        second_folder = find_run_dir(other)
+        first_run = chosen_run(list_runs(first_folder), first_id)
+        second_run = chosen_run(list_runs(second_folder), second_id)
+        if first_folder.resolve() == second_folder.resolve() and first_run == second_run:
             raise ConfigurationError(f"{run_dir} and {other} are one run; name two.")
-        metrics = [read_metrics(f, run) for f, run in zip(folders, runs, strict=True)]
-        for folder, found in zip(folders, metrics, strict=True):
-            if not found:
-                raise ConfigurationError(
-                    f"{folder} holds no metrics to compare; report after the run's first step."
-                )
-        path = folders[0] / COMPARISON_FILE
-        write_whole(path, _comparison(_names(folders, runs), runs, metrics).encode())
+        first = _compared_run(first_folder, first_run)
+        second = _compared_run(second_folder, second_run)
+        if first.name == second.name:
+            first = first._replace(name=f"{first_folder} {first_run.run_id}")
+            second = second._replace(name=f"{second_folder} {second_run.run_id}")
+        path = first_folder / COMPARISON_FILE
+        write_whole(path, _comparison(first, second).encode())
         return path
 
 
-def _names(folders: Sequence[Path], runs: Sequence[Run]) -> list[str]:
-    """Return names that differ: of the directories, else with their paths and runs."""
-    names = [run_name(folder) for folder in folders]
-    if names[0] == names[1]:
-        return [f"{folder} {run.run_id}" for folder, run in zip(folders, runs, strict=True)]
-    return names
+class ComparedRun(NamedTuple):
+    """One of the two runs in a comparison."""
+
+    name: str
+    """Of the run's directory; with its path and the run's id where both are of one name."""
+    metrics: Metrics
+    key_figures: Mapping[str, str]
+    """Label and value."""
+    settings: Sections
 
 
-def _comparison(names: Sequence[str], runs: Sequence[Run], metrics: Sequence[Metrics]) -> str:
-    # Label and value of each key figure, without its note.
-    values = [
-        {label: value for label, value, _ in key_figures(found, run.num_sequences)}
-        for found, run in zip(metrics, runs, strict=True)
-    ]
-    rows = "".join(
-        f"<tr><th>{label}</th>"
-        + "".join(f"<td>{values[side].get(label, '&ndash;')}</td>" for side in (0, 1))
-        + "</tr>"
-        for label in values[0] | values[1]
-    )
+def _compared_run(folder: Path, run: Run) -> ComparedRun:
+    """Read a run that is compared, or raise `ConfigurationError` if it has no metrics."""
+    metrics = read_metrics(folder, run)
+    if not metrics:
+        raise ConfigurationError(
+            f"{folder} holds no metrics to compare; report after the run's first step."
+        )
+    values: dict[str, str] = {}
+    for label, value, _ in key_figures(metrics, run.num_sequences):
+        values[label] = value
+    return ComparedRun(run_name(folder), metrics, values, read_settings(folder, run.run_id))
+
+
+def _comparison(first: ComparedRun, second: ComparedRun) -> str:
+    """Return the page about two runs."""
+    rows = ""
+    for label in {**first.key_figures, **second.key_figures}:
+        rows += f"<tr><th>{label}</th>"
+        for run in (first, second):
+            rows += f"<td>{run.key_figures.get(label, '&ndash;')}</td>"
+        rows += "</tr>"
     heads = "".join(
-        f'<th><span class="key {style}"><i></i>{visible_html(name)}</span></th>'
-        for style, name in zip(STYLES, names, strict=True)
+        f'<th><span class="key {style}"><i></i>{visible_html(run.name)}</span></th>'
+        for style, run in zip(STYLES, (first, second), strict=True)
     )
-    sources = f"cb_rollout {__version__}, from {len(metrics[0]):,} and {len(metrics[1]):,} records."
+    num_records = f"{len(first.metrics):,} and {len(second.metrics):,} records"
+    sources = f"cb_rollout {__version__}, from {num_records}."
+    metrics = {first.name: first.metrics, second.name: second.metrics}
+    charts = figures.figures_html(metrics)
+    data = data_html(metrics, {first.name: first.settings, second.name: second.settings})
     return html_page(
-        " and ".join(names),
+        f"{first.name} and {second.name}",
         f"""<header class="top">
 <p class="kicker">Two runs</p>
-<h1>{visible_html(names[0])} <i>and</i> {visible_html(names[1])}</h1>
+<h1>{visible_html(first.name)} <i>and</i> {visible_html(second.name)}</h1>
 <table class="runs"><thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table>
 </header>
 <section class="charts">
-{figures.figures_html(dict(zip(names, metrics, strict=True)))}
+{charts}
 </section>
+{data}
 <footer>{escape(sources)}</footer>""",
     )

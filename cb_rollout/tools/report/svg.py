@@ -23,6 +23,21 @@ MAX_DOTS = 30
 # Units of the stretched viewport: 0.1 percent is finer than a pixel.
 SPAN = 1000
 
+# A larger number is drawn at this one: sums of an axis' ends are finite.
+LARGEST = 1e305
+
+# Values that differ by a smaller share are drawn as equal: their ticks could not be told apart.
+LEAST_SHARE = 1e-12
+
+# A narrower axis has ticks that a float cannot hold.
+LEAST_WIDTH = 1e-300
+
+# Numbers of steps, or of decades, that differ by less are the same.
+ROUNDING = 1e-9
+
+# More labels of a logarithmic axis would touch.
+MAX_DECADES = 6
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -36,16 +51,19 @@ class Axis:
 
     def position(self, value: float) -> float:
         """Map `value` to 0 at `low` and 1 at `high`, clamped."""
-        low, high = self.low, self.high
-        value = min(max(value, low), high)
-        if self.is_log:
-            low, high, value = math.log10(low), math.log10(high), math.log10(value)
-        return (value - low) / (high - low)
+        clamped = min(max(value, self.low), self.high)
+        if not self.is_log:
+            return (clamped - self.low) / (self.high - self.low)
+        log_low = math.log10(self.low)
+        log_high = math.log10(self.high)
+        return (math.log10(clamped) - log_low) / (log_high - log_low)
 
 
 def compact(value: float) -> str:
-    """Format a number in few characters: 2.8e-6, 0.05, 3.2, 1,480, 12.5k, 3M."""
+    """Format a number in few characters: 2.8e-6, 0.05, 3.2, 1,480, 12.5k, 3M, 1.0e308."""
     size = abs(value)
+    if size >= 1e15:
+        return scientific(value)
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= limit:
             return f"{value / divisor:.4g}{unit}"
@@ -63,8 +81,15 @@ def scientific(value: float, digits: int = 1) -> str:
 
 
 def percent(value: float) -> str:
-    """Format a share as a percentage."""
+    """Format a share as a percentage, and a value far from 0..1 as a number."""
+    if abs(value) >= 1e4:
+        return compact(value)
     return f"{100 * value:.3g}%"
+
+
+def drawable(value: float) -> float:
+    """Return `value`, clamped to plus or minus `LARGEST`, for an axis."""
+    return max(-LARGEST, min(value, LARGEST))
 
 
 def linear_axis(
@@ -76,39 +101,72 @@ def linear_axis(
     is_whole: bool = False,
     label: Callable[[float], str] = compact,
 ) -> Axis:
-    """Create an axis over `values`, widened to round numbers where an end is None.
+    """Create an axis over `values`.
 
-    Labels about `num_ticks` values; `is_whole`: whole numbers only.
+    Args:
+        values: numbers that the axis has to reach.
+        low: the low end; None: the least value, or the round number below it.
+        high: the high end; None: the largest value, or the round number above it.
+        num_ticks: about how many values get a label.
+        is_whole: label whole numbers only.
+        label: writes a labelled value.
     """
-    values = list(values)
-    least = min(values) if low is None else low
-    most = max(values) if high is None else high
-    if most <= least:
-        least, most = (least, least + 1) if low is not None else (least - 0.5, least + 0.5)
+    values = [drawable(value) for value in values]
+    least = low
+    if least is None:
+        least = min(values)
+    most = high
+    if most is None:
+        most = max(values)
+    size = max(abs(least), abs(most))
+    if most - least <= max(LEAST_WIDTH, LEAST_SHARE * size):
+        if low is not None:
+            most = least + 1
+        else:
+            # Changes the digits of a label, however large the value is.
+            margin = max(0.5, 1e-3 * size)
+            most = least + margin
+            least = least - margin
     step = _round_step((most - least) / num_ticks)
-    step = math.ceil(step) if is_whole else step
-    first = math.floor(least / step + 1e-9) if low is None else math.ceil(least / step - 1e-9)
-    last = math.ceil(most / step - 1e-9) if high is None else math.floor(most / step + 1e-9)
-    ticks = tuple(number * step for number in range(first, last + 1))
-    return Axis(min((least, *ticks)), max((most, *ticks)), ticks, label)
+    if is_whole:
+        step = math.ceil(step)
+
+    # An end that was asked for has its ticks inside, the other one is widened to its last tick.
+    if low is None:
+        first = math.floor(least / step + ROUNDING)
+    else:
+        first = math.ceil(least / step - ROUNDING)
+    if high is None:
+        last = math.ceil(most / step - ROUNDING)
+    else:
+        last = math.floor(most / step + ROUNDING)
+    ticks = [number * step for number in range(first, last + 1)]
+    if ticks:
+        least = min(least, ticks[0])
+        most = max(most, ticks[-1])
+    return Axis(low=least, high=most, ticks=tuple(ticks), label=label)
 
 
 def log_axis(values: Iterable[float], *, floor: float) -> Axis:
-    """Create an axis of whole decades; values up to `floor` lie at its low end, which says 0."""
-    values = list(values)
-    positive = [value for value in values if value > floor] or [floor]
-    first = math.floor(math.log10(min(positive)) - 1e-9)
-    last = max(math.ceil(math.log10(max(positive)) + 1e-9), first + 2)
-    stride = math.ceil((last - first) / 6)
-    ticks = tuple(10.0**power for power in range(first, last + 1, stride))
+    """Create an axis of whole decades; its low end is labelled 0 and shows values up to `floor`."""
+    values = [drawable(value) for value in values]
+    positive = [value for value in values if value > floor]
+    if not positive:
+        positive = [floor]
+    first = math.floor(math.log10(min(positive)) - ROUNDING)
+    last = max(math.ceil(math.log10(max(positive)) + ROUNDING), first + 2)
+    stride = math.ceil((last - first) / MAX_DECADES)
+    ticks = [10.0**power for power in range(first, last + 1, stride)]
     zero = ticks[0] / 10
     if len(positive) < len(values):
-        ticks = (zero, *ticks)
+        ticks.insert(0, zero)
 
     def label(value: float) -> str:
-        return "0" if value == zero else scientific(value, digits=0)
+        if value == zero:
+            return "0"
+        return scientific(value, digits=0)
 
-    return Axis(ticks[0], 10.0**last, ticks, label, is_log=True)
+    return Axis(low=ticks[0], high=10.0**last, ticks=tuple(ticks), label=label, is_log=True)
 
 
 def curve_chart(
@@ -120,20 +178,29 @@ def curve_chart(
     y: Axis,
     title: str,
 ) -> str:
-    """Draw curves over bands, each with its class of `report.css`, the last on top.
+    """Draw curves over bands, the last on top; a curve with few points gets dots.
 
-    A curve has dots if they are few. A band is the tinted area between two values of each x. `tips`
-    are texts shown when the pointer is at an x.
+    Args:
+        curves: a class of `report.css`, and the points of the curve, by ascending x.
+        bands: a class of `report.css`, and the low and the high end of the tinted area at each x.
+        tips: an x, and the text that is shown while the pointer is at it.
+        x: the horizontal axis.
+        y: the vertical axis.
+        title: the chart's name for screen readers.
     """
     paths = ""
     for style, spans in bands:
-        outline = [(at, high) for at, _, high in spans]
-        outline += [(at, low) for at, low, _ in reversed(spans)]
+        # Along the high ends, and back along the low ones.
+        outline: list[Point] = []
+        for at, _, high in spans:
+            outline.append((at, high))
+        for at, low, _ in reversed(spans):
+            outline.append((at, low))
         paths += f'<path class="band {style}" d="M{_corners(outline, x, y)}Z"/>'
-    paths += "".join(
-        f'<path class="line {style}" d="M{_corners(points, x, y)}"/>' for style, points in curves
-    )
-    dots = "".join(_dots(style, points, x, y) for style, points in curves)
+    dots = ""
+    for style, points in curves:
+        paths += f'<path class="line {style}" d="M{_corners(points, x, y)}"/>'
+        dots += _dots(style, points, x, y)
     return (
         f'<svg class="chart" width="100%" role="img" aria-label="{escape(title)}">{_grid(x, y)}'
         f'<svg width="100%" height="100%" viewBox="0 0 {SPAN} {SPAN}" preserveAspectRatio="none" '
@@ -142,42 +209,48 @@ def curve_chart(
 
 
 def _grid(x: Axis, y: Axis) -> str:
-    lines = "".join(
-        f'<line class="grid" x1="0%" x2="100%" y1="{(down := _down(tick, y))}%" y2="{down}%"/>'
-        f'<text class="tick y" x="-8" y="{down}%" dy="0.32em">{escape(y.label(tick))}</text>'
-        for tick in y.ticks
-    )
-    labels = "".join(
-        f'<text class="tick x" x="{_across(tick, x)}%" y="100%" dy="18">'
-        f"{escape(x.label(tick))}</text>"
-        for tick in x.ticks
-    )
+    lines = ""
+    for tick in y.ticks:
+        down = _down(tick, y)
+        lines += f'<line class="grid" x1="0%" x2="100%" y1="{down}%" y2="{down}%"/>'
+        text = escape(y.label(tick))
+        lines += f'<text class="tick y" x="-8" y="{down}%" dy="0.32em">{text}</text>'
+    labels = ""
+    for tick in x.ticks:
+        text = escape(x.label(tick))
+        labels += f'<text class="tick x" x="{_across(tick, x)}%" y="100%" dy="18">{text}</text>'
     return f'{lines}<line class="axis" x1="0%" x2="100%" y1="100%" y2="100%"/>{labels}'
 
 
 def _corners(points: Sequence[Point], x: Axis, y: Axis) -> str:
-    return "L".join(
-        f"{x.position(across) * SPAN:.1f} {(1 - y.position(up)) * SPAN:.1f}"
-        for across, up in points
-    )
+    corners: list[str] = []
+    for across, up in points:
+        from_left = x.position(across) * SPAN
+        from_top = (1 - y.position(up)) * SPAN
+        corners.append(f"{from_left:.1f} {from_top:.1f}")
+    return "L".join(corners)
 
 
 def _dots(style: str, points: Sequence[Point], x: Axis, y: Axis) -> str:
-    # A line gets a dot at its end, without which a single point is invisible.
-    return "".join(
-        f'<circle class="dot {style}" cx="{_across(at, x)}%" cy="{_down(up, y)}%" r="3.5"/>'
-        for at, up in (points if len(points) <= MAX_DOTS else points[-1:])
-    )
+    # A line gets a dot at its end; otherwise a single point would be invisible.
+    if len(points) > MAX_DOTS:
+        points = points[-1:]
+    dots = ""
+    for at, up in points:
+        center = f'cx="{_across(at, x)}%" cy="{_down(up, y)}%"'
+        dots += f'<circle class="dot {style}" {center} r="3.5"/>'
+    return dots
 
 
 def _tip_bands(tips: Sequence[tuple[float, str]], x: Axis) -> str:
     chosen = tips[:: math.ceil(len(tips) / MAX_TIPS)]
     width = 100 / len(chosen)
-    return "".join(
-        f'<rect class="tip" x="{_across(across, x) - width / 2:.2f}%" width="{width:.2f}%" y="0" '
-        f'height="100%"><title>{escape(text)}</title></rect>'
-        for across, text in chosen
-    )
+    bands = ""
+    for across, text in chosen:
+        left = _across(across, x) - width / 2
+        band = f'<rect x="{left:.2f}%" width="{width:.2f}%" y="0" height="100%"/>'
+        bands += f'<g class="tip">{band}<text x="50%" y="2">{escape(text)}</text></g>'
+    return bands
 
 
 def _across(value: float, x: Axis) -> float:
@@ -191,4 +264,7 @@ def _down(value: float, y: Axis) -> float:
 def _round_step(size: float) -> float:
     """Return the smallest of 1, 2, 2.5, 5 times a power of ten that is at least `size`."""
     power = 10.0 ** math.floor(math.log10(size))
-    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * 0.999)
+    for factor in (1, 2, 2.5, 5):
+        if factor * power >= size * 0.999:
+            return factor * power
+    return 10 * power

@@ -1,6 +1,7 @@
 """Completions as HTML: tokens tinted by log-probability, with their numbers on hover; pictures.
 
-Own the colour scale, and the escaping of HTML and invisible characters. Every function is pure.
+This module owns the colour scale, and the escaping of HTML and invisible characters. Every function
+is pure.
 """
 
 import base64
@@ -10,8 +11,11 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from itertools import groupby
+from statistics import fmean
 
 from cb_rollout.metrics.run_records import SequenceRecord, TokenRow
+from cb_rollout.tools.report.figures import without_overflow
+from cb_rollout.tools.report.svg import compact
 
 # More tints cannot be told apart behind text.
 NUM_LEVELS = 10
@@ -33,7 +37,9 @@ _ZERO_WIDTH_JOINER = "\u200d"
 
 def colour_level(logprob: float) -> int:
     """Map a log-probability to a tint, from 0 (likely) to `NUM_LEVELS - 1` (improbable)."""
-    return max(0, min(NUM_LEVELS - 1, math.floor(-logprob / NATS_PER_LEVEL)))
+    highest = NUM_LEVELS - 1
+    # Of a log-probability near the largest float the quotient is infinite.
+    return math.floor(max(0.0, min(highest, -logprob / NATS_PER_LEVEL)))
 
 
 def legend_html() -> str:
@@ -50,14 +56,14 @@ def legend_html() -> str:
 def sequences_html(
     sequences: Sequence[SequenceRecord], read_image: Callable[[str], bytes | None] = lambda _: None
 ) -> str:
-    """Return sequences, each prompt once above its adjacent completions, with pictures as PNG."""
-    return "".join(
-        f'<div class="group">{_images_html(images, read_image)}{_prompt_html(prompt)}'
-        f"{''.join(map(_completion_html, members))}</div>"
-        for (prompt, images), members in groupby(
-            sequences, key=lambda sequence: (sequence.prompt, sequence.images)
-        )
-    )
+    """Return sequences as HTML: each prompt once, above its completions, with pictures as PNG."""
+    groups = groupby(sequences, key=lambda sequence: (sequence.prompt, sequence.images))
+    html = ""
+    for (prompt, images), members in groups:
+        completions = "".join(map(_completion_html, members))
+        html += f'<div class="group">{_images_html(images, read_image)}'
+        html += f"{_prompt_html(prompt)}{completions}</div>"
+    return html
 
 
 def visible_html(text: str, *, marks_spaces: bool = False) -> str:
@@ -77,13 +83,14 @@ def _visible_character(character: str, marks_spaces: bool) -> str:
 
 
 def _images_html(names: Sequence[str], read_image: Callable[[str], bytes | None]) -> str:
-    pictures = "".join(
-        f'<img alt="picture {number} of the prompt" src="data:image/png;base64,'
-        f'{base64.b64encode(png).decode("ascii")}">'
-        if (png := read_image(name)) is not None
-        else f"<span>picture {number} is not there any more</span>"
-        for number, name in enumerate(names, 1)
-    )
+    pictures = ""
+    for number, name in enumerate(names, 1):
+        png = read_image(name)
+        if png is None:
+            pictures += f"<span>picture {number} is not there any more</span>"
+            continue
+        url = f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
+        pictures += f'<img alt="picture {number} of the prompt" src="{url}">'
     return f'<div class="pictures">{pictures}</div>' if pictures else ""
 
 
@@ -116,7 +123,7 @@ def _facts(sequence: SequenceRecord) -> Iterator[str]:
         yield f"<span>ended by {visible_html(sequence.finish_reason)}</span>"
     finite = [value for value in sequence.logprobs if math.isfinite(value)]
     if finite:
-        yield f"<span>mean {sum(finite) / len(finite):.3f} nats</span>"
+        yield f"<span>mean {_nats(without_overflow(fmean, finite))} nats</span>"
     versions = [str(version) for version, _ in sequence.policy_versions]
     if versions:
         noun = "policy" if len(versions) == 1 else "policies"
@@ -125,14 +132,21 @@ def _facts(sequence: SequenceRecord) -> Iterator[str]:
 
 
 def _tokens_html(sequence: SequenceRecord) -> str:
+    """Return a completion's tokens; a long completion loses those in the middle."""
     rows = list(sequence.token_rows())
-    gap_at, gap = MAX_TOKENS_SHOWN - MAX_TOKENS_AT_THE_END, ""
-    if (num_hidden := len(rows) - MAX_TOKENS_SHOWN) > 0:
-        gap = f'<div class="gap">{num_hidden:,} of {len(rows):,} tokens are left out here</div>'
-        del rows[gap_at:-MAX_TOKENS_AT_THE_END]
-    before = [None, *(row.policy_version for row in rows)]
-    tokens = list(map(_token_html, rows, before))
-    return "".join([*tokens[:gap_at], gap, *tokens[gap_at:]])
+    gap_at = MAX_TOKENS_SHOWN - MAX_TOKENS_AT_THE_END
+    num_hidden = len(rows) - MAX_TOKENS_SHOWN
+    html = ""
+    version_before = None
+    for place, row in enumerate(rows):
+        if num_hidden > 0 and gap_at <= place < gap_at + num_hidden:
+            if place == gap_at:
+                text = f"{num_hidden:,} of {len(rows):,} tokens are left out here"
+                html += f'<div class="gap">{text}</div>'
+            continue
+        html += _token_html(row, version_before)
+        version_before = row.policy_version
+    return html
 
 
 def _token_html(row: TokenRow, version_before: int | None) -> str:
@@ -152,6 +166,10 @@ def _tooltip(row: TokenRow) -> str:
         logprob = "log-probability not recorded"
     else:
         share = 100 * math.exp(min(row.logprob, 0.0))
-        logprob = f"log-probability {row.logprob:.3f} ({share:.3g}%)"
+        logprob = f"log-probability {_nats(row.logprob)} ({share:.3g}%)"
     policy = "not recorded" if row.policy_version is None else row.policy_version
     return f"{logprob}&#10;token id {row.token_id}&#10;policy version {policy}"
+
+
+def _nats(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e6 else compact(value)

@@ -18,6 +18,14 @@ from benchmarks.harness.workload import DEFAULT_MODELS
 # Packages whose versions affect the figures.
 PACKAGES = ("torch", "transformers", "trl", "triton", "flash_attn")
 
+# Flags of /proc/cpuinfo, the fastest for matrix products first.
+INSTRUCTIONS = {
+    "amx_tile": "AMX",
+    "avx512_bf16": "AVX-512 with bfloat16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
+
 
 def summary(values: list[float], unit: str, settings: str | None = None) -> dict[str, Any]:
     """Return median, minimum and maximum, with the unit and the contender's settings."""
@@ -58,11 +66,27 @@ def save_record(record: Mapping[str, Any], folder: Path, device: str) -> Path:
     return path
 
 
+def processor() -> str:
+    """Return the processor's name and its widest instructions, as in "AMD EPYC (AVX2)"."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    facts: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    flags = facts.get("flags", "").split()
+    name = facts.get("model name", platform.machine())
+    widest = [said for flag, said in INSTRUCTIONS.items() if flag in flags]
+    return f"{name} ({widest[0]})" if widest else name
+
+
 def describe_machine(device: str) -> dict[str, Any]:
     """Return date, device, threads and package versions."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(device) if "cuda" in device else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if "cuda" in device else processor(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version()}
         | {package: version(package) for package in PACKAGES if find_spec(package)}

@@ -169,7 +169,7 @@ class PlannedForward(TracedForward):
     def check_weights(self, model: torch.nn.Module) -> None:
         """Do nothing: a plan holds no weights."""
 
-    def run(self, inputs: DecodeInputs) -> torch.Tensor:
+    def run(self, inputs: DecodeInputs, *, raises: bool = False) -> torch.Tensor:
         """Report the kernels of a step, and return logits without contents."""
         num_rows = inputs.tokens_B1.shape[0]
         for one in self._kernels:

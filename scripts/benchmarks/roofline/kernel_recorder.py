@@ -262,7 +262,7 @@ def _sampling_cost(
     name: str, args: tuple[Any, ...], options: Mapping[str, Any], reads: Reads
 ) -> tuple[int, int]:
     """Return the cost of reading parts of each row's logits."""
-    logits_BV = args[0]
+    logits_BV = options["logits"]
     B, V = logits_BV.shape
     num_tokens = min(V * reads.num_parts[name], options["CHUNK"] * reads.num_parts[name])
     if name == "measure_kernel":

@@ -10,7 +10,7 @@ B: rows, S: tokens of a row, V: vocabulary.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ def _runner(shape: Shape, num_layers: int) -> tuple[ModelRunner, TritonBackend, 
     runner = ModelRunner(_model(shape, num_layers), None)
     layout = runner.probe()
     backend = TritonBackend(layout, runner.device)
-    runner.attention_backend = backend
+    runner.use(replace(runner.execution, attention_backend=backend))
     cache = PagedCache(layout, num_blocks=1, block_size=BLOCK_SIZE, num_table_rows=1, device=DEVICE)
     return runner, backend, cache
 

@@ -91,6 +91,7 @@ class Rows:
             )
 
 
+@pytest.mark.fast_cases("shape2-dtype0")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @settings(max_examples=15, deadline=None)
@@ -149,6 +150,7 @@ def test_a_forked_process_attends_where_work_is_small():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.fast_cases("1")
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_any_number_of_threads_gives_the_same(num_threads):
     torch.manual_seed(0)

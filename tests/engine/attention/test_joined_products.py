@@ -29,6 +29,10 @@ from cb_rollout.weights.copied import CopiedWeights
 aten = torch.ops.aten
 COUNTED, CAST = [], []
 
+packs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU packs no bfloat16"
+)
+
 
 def join(graph, weights):
     inputs = graph.find_nodes(op="placeholder")[-len(weights) :]
@@ -58,6 +62,7 @@ def joined(model, autocast_dtype=None):
     return tuple(COUNTED)
 
 
+@pytest.mark.fast_cases("settings2-6-1")
 @pytest.mark.parametrize(
     ("settings", "products", "weights"),
     [
@@ -101,6 +106,7 @@ def own_products(monkeypatch):
     monkeypatch.setattr(packed_linear, "multiplies_bfloat16", lambda: True)
 
 
+@pytest.mark.fast_cases("True-autocast")
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_products_are_joined_and_no_weight_is_cast_in_any_precision(precision, tied, own_products):
@@ -126,6 +132,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.fast_cases("biases are left out")
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_join_with_a_fault_is_refused(fault, monkeypatch):
     """The rewrite of the trace is compared with the model's own forward before it is used."""
@@ -144,6 +151,8 @@ def test_a_join_with_a_fault_is_refused(fault, monkeypatch):
         joined(model)
 
 
+@packs_bfloat16
+@pytest.mark.slow
 def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
     cast = []
 
@@ -170,6 +179,7 @@ def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
     assert casts() - num_casts == 2 * (2 + 1)
 
 
+@packs_bfloat16
 def test_a_merge_of_unequal_casts_is_refused(own_products, monkeypatch):
     def merged(graph):
         first = {}

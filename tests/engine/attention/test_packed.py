@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from cb_rollout import ConfigurationError
 from cb_rollout.compat import torch as torch_compat
 from cb_rollout.engine.attention.packed import MAX_BUCKET_KEYS, PackedAttention, Segment, no_mask
-from cb_rollout.packing.batch import PackedRow, PackingLayout, pack
+from cb_rollout.packing.batch import PackingLayout, pack
+from cb_rollout.packing.rows import PackedRow
 
 HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8
 SCALE = HEAD_SIZE**-0.5

@@ -42,6 +42,7 @@ def check(got, rows, weight, bias=None):
     torch.testing.assert_close(got.double(), expected, atol=min(tolerance, 2e-5), rtol=tolerance)
 
 
+@pytest.mark.fast_cases("dtype2")
 @dtypes
 @some
 @shapes
@@ -64,6 +65,14 @@ def test_a_product_of_many_numbers_is_one_too(dtype, num_rows):
 
 packable = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
+# Torch packs no weights in bfloat16 on a CPU without AVX-512.
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU packs no bfloat16"
+)
+bfloat16_or_float32 = pytest.mark.parametrize(
+    "has_bfloat16", [pytest.param(True, marks=needs_bfloat16), False]
+)
+
 
 def packed(layer):
     return PackedLinear(torch.nn.Sequential(layer), is_enabled=True)
@@ -76,7 +85,7 @@ def compute(weights, layer, rows):
 
 
 @packable
-@pytest.mark.parametrize("has_bfloat16", [True, False])
+@bfloat16_or_float32
 @some
 @shapes
 def test_a_packed_product_is_a_linear_layer(dtype, has_bfloat16, num_rows, size, seed, is_strided):
@@ -289,7 +298,7 @@ def test_few_rows_need_no_compiler(monkeypatch, has_compiler):
 
 
 @pytest.mark.parametrize("num_rows", [2, 9])
-@pytest.mark.parametrize("has_bfloat16", [True, False])
+@bfloat16_or_float32
 def test_joined_layers_under_autocast_compute_as_their_own(num_rows, has_bfloat16, monkeypatch):
     monkeypatch.setattr(packed_linear, "multiplies_bfloat16", lambda: has_bfloat16)
     model, rows = Layers(torch.float32, True), torch.randn(num_rows, 20)

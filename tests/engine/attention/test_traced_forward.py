@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nightly import slow_after
 from tiny import tiny_model
 from torch import fx
 
@@ -25,7 +26,7 @@ TRACEABLE = ["qwen3", "llama", "gpt2", "mistral", "qwen3_moe", "gpt_oss"]
 
 def runner_of(model):
     runner = ModelRunner(model.eval(), None)
-    check_model(runner)
+    runner.use(check_model(runner).execution)
     return runner
 
 
@@ -47,7 +48,8 @@ def both(runner, traced, num_rows):
     return own, traced(tokens, positions, attend_to_new_token)
 
 
-@pytest.mark.parametrize("family", TRACEABLE)
+@pytest.mark.fast_cases("llama")
+@pytest.mark.parametrize("family", slow_after(2, TRACEABLE))
 def test_a_trace_agrees_for_any_number_of_rows(family):
     runner = runner_of(tiny_model(family))
     traced = trace_of(runner)
@@ -55,6 +57,7 @@ def test_a_trace_agrees_for_any_number_of_rows(family):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.fast_cases("2")
 @pytest.mark.parametrize("vocab_size", [16, 2, 1])
 def test_a_small_vocabulary_has_a_trace(vocab_size):
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -95,6 +98,7 @@ def test_a_compiled_trace_agrees_for_any_number_of_rows(family):
         torch.testing.assert_close(*both(runner, traced, num_rows), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_layers_share_the_regions_that_are_compiled(monkeypatch):
     compiled = []
 
@@ -167,6 +171,7 @@ def scales_by_rows(module, args, output):
     return output * len(output.tolist())
 
 
+@pytest.mark.fast_cases("asks_for_a_number")
 @pytest.mark.parametrize("hook", [asks_for_a_number, depends_on_rows, scales_by_rows])
 def test_a_forward_that_is_not_the_same_every_time_has_no_trace(hook, caplog):
     runner = runner_of(tiny_model("llama"))
@@ -176,6 +181,7 @@ def test_a_forward_that_is_not_the_same_every_time_has_no_trace(hook, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+@pytest.mark.slow
 def test_unused_results_of_a_forward_are_left_out():
     runner = runner_of(tiny_model("llama"))
     unused = torch.nn.Parameter(torch.ones(3))
@@ -189,6 +195,7 @@ def test_unused_results_of_a_forward_are_left_out():
     torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_bias_for_all_outputs_is_added_to_each():
     runner = runner_of(tiny_model("llama", mlp_bias=True))
     for layer in runner.model.model.layers:
@@ -197,6 +204,7 @@ def test_one_bias_for_all_outputs_is_added_to_each():
     torch.testing.assert_close(*both(runner, traced, 4), atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_trace_reshapes_each_tensor_once():
     traced = trace_of(runner_of(tiny_model("llama")))
     reshapes = [n for n in traced.graph.nodes if n.target == "reshape"]
@@ -220,7 +228,8 @@ def test_a_bias_for_each_row_is_not_taken_for_a_linear_layers_bias():
 
 
 @pytest.mark.parametrize(
-    ("family", "num_layers", "num_products"), [("llama", 15, 9), ("qwen3", 15, 9), ("gpt2", 1, 1)]
+    ("family", "num_layers", "num_products"),
+    slow_after(1, [("qwen3", 15, 9), ("llama", 15, 9), ("gpt2", 1, 1)]),
 )
 def test_linear_layers_are_found_and_those_of_the_same_rows_joined(
     family, num_layers, num_products

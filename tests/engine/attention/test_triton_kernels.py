@@ -1,5 +1,7 @@
 """The decode kernels against a plain softmax, over random shapes; interpreted where no GPU is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,11 +12,13 @@ from plain_attention import softmax_attention
 pytest.importorskip("triton")
 
 from triton.runtime.errors import InterpreterError
+from triton.runtime.jit import JITFunction
 
 from cb_rollout.engine.attention.decode_cache import AttentionSpec, DecodeLayer
 from cb_rollout.engine.attention.shared_prefix import AttentionMetadata
 from cb_rollout.engine.attention.triton import kernels, launch
 from cb_rollout.engine.attention.triton.launch import attend, cut, shared_rows, write
+from cb_rollout.engine.cuda_graphs.graphs import padded_rows
 from cb_rollout.engine.kv_cache.layout import LayerSpec, TensorSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -145,6 +149,7 @@ def test_every_row_attends_over_its_own_keys(data, seed):
     check(pages, spec, heads_per_key=heads_per_key, num_stretches=num_stretches)
 
 
+@pytest.mark.fast_cases("1-all")
 @pytest.mark.parametrize(
     "spec", [AttentionSpec(0.3), AttentionSpec(0.2, 29, 4.0, sinks(6))], ids=["plain", "all"]
 )
@@ -164,6 +169,7 @@ def test_rows_that_share_a_prompt_read_it_as_if_it_were_their_own(spec, num_stre
     check(pages, spec, heads_per_key=3, **given, has_tiles=True)
 
 
+@pytest.mark.fast_cases("0-9")
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("ended", [0, 1])
 def test_a_row_that_ended_hides_no_key_from_its_neighbours(window, ended):
@@ -190,6 +196,7 @@ def check_bfloat16_tiles(heads_per_key, num_stretches):
     check(pages, spec, heads_per_key=heads_per_key, **given, tolerance=BFLOAT16_ULP)
 
 
+@pytest.mark.fast_cases("5-4")
 @pytest.mark.parametrize("heads_per_key", [4, 2])
 @pytest.mark.parametrize("num_stretches", [1, 5])
 def test_tiles_of_a_prompt_in_bfloat16_are_rounded_once(heads_per_key, num_stretches):
@@ -374,3 +381,51 @@ def test_a_kernel_with_a_fault_is_refused(fault, tmp_path, monkeypatch):
         monkeypatch.setattr(launch, name, getattr(faulty, name))
     with pytest.raises((AssertionError, InterpreterError)):
         compare()
+
+
+class RecordedLaunches:
+    """Stands in for a kernel, and records by what Triton would compile each launch anew."""
+
+    def __init__(self, kernel):
+        self.parameters = kernel.params
+        self.variants = set()
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, num_warps, **constants):
+        names = [parameter.name for parameter in self.parameters]
+        given = dict(zip(names, arguments, strict=False)) | constants
+        variant = []
+        for parameter in self.parameters:
+            value = given[parameter.name]
+            if parameter.is_constexpr or value is None:
+                variant.append(value)
+            elif isinstance(value, int) and not parameter.do_not_specialize:
+                variant.append((value == 1, value % 16 == 0))
+        self.variants.add((num_warps, *variant))
+
+
+@pytest.mark.parametrize("has_tiles", [False, True], ids=["own keys", "shared prompts"])
+def test_few_variants_of_the_cut_are_compiled_for_all_sizes_of_graphs(has_tiles, monkeypatch):
+    """Each takes half a second where it is compiled, and an engine captures 26 sizes."""
+    # An interpreted kernel keeps what the decorator was given, and does nothing with it.
+    given = getattr(kernels.cut_kernel, "kwargs", None)
+    kernel = kernels.cut_kernel
+    if given is not None:
+        names = given["do_not_specialize"]
+        kernel = JITFunction(kernels.cut_kernel.fn, do_not_specialize=names)
+    recorded = RecordedLaunches(kernel)
+    monkeypatch.setattr(launch, "cut_kernel", recorded)
+    sizes = sorted({padded_rows(num_rows) for num_rows in range(2, 1025)})
+    for num_rows in sizes:
+        pages = Pages(
+            [40] * num_rows, [], key_heads=1, sizes=(16, 16), block_size=16, dtype=torch.float32
+        )
+        metadata = pages.metadata(264, 16, 1, has_tiles)
+        if has_tiles:
+            tiles_T = metadata.lengths_B[: num_rows // 2]
+            metadata = replace(metadata, first_T=tiles_T, count_T=tiles_T)
+        cut(metadata, None)
+    assert len(sizes) == 25
+    assert len(recorded.variants) <= 5

@@ -61,5 +61,7 @@ def test_tensors_common_to_all_sequences_are_copied():
     ids=["nothing", "growing", "empty"],
 )
 def test_an_object_without_states_of_fixed_size_is_refused(short, long):
-    with pytest.raises(ConfigurationError, match=r"of a fixed size; .*model\.generate\.$"):
+    with pytest.raises(
+        ConfigurationError, match=r"of fixed size; .*model\.generate for this model\.$"
+    ):
         OpaqueStateAdapter(short, long)

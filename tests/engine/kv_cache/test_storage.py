@@ -97,7 +97,7 @@ def test_too_little_memory_shrinks_the_pool_and_logs_the_numbers(free, caplog):
     with caplog.at_level(logging.WARNING):
         assert storage_of(100).allocate(50, at_least=5) == 12
     assert "no memory for 50 KV cache blocks" in caplog.text
-    assert "12 are taken" in caplog.text
+    assert "12 are allocated" in caplog.text
     caplog.clear()
     assert storage_of(100).allocate(12, at_least=5) == 12
     assert not caplog.records
@@ -107,7 +107,7 @@ def test_an_allocator_that_refuses_is_asked_for_less(refusing, caplog):
     refusing(13)
     """For a tenth less each time: by halves it would leave up to half of the memory unused."""
     assert storage_of(100).allocate(100, at_least=5) == 13
-    assert "13 are taken" in caplog.text
+    assert "13 are allocated" in caplog.text
     assert storage_of(100, is_fixed=True).allocate(1, at_least=1) == 13
 
 

@@ -57,12 +57,49 @@ def test_gpus_are_shared_where_processes_outnumber_them(
     assert devices.num_sharers(GPU) == sharers
 
 
+def allocator_of(monkeypatch, *segments, backend="native"):
+    """A GPU of 1000 bytes, 600 of them free; segments: device, pool, total and allocated bytes."""
+    names = ("device", "segment_pool_id", "total_size", "allocated_size")
+    snapshot = [dict(zip(names, segment, strict=True)) for segment in segments]
+    own = [segment for segment in snapshot if segment["device"] == GPU.index]
+    said = {
+        "mem_get_info": (600, 1000),
+        "memory_reserved": sum(segment["total_size"] for segment in own),
+        "memory_allocated": sum(segment["allocated_size"] for segment in own),
+    }
+    for name, answer in said.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+
+    def memory_snapshot():
+        if backend != "native":
+            raise RuntimeError("not supported by this allocator")
+        return snapshot
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", memory_snapshot)
+
+
 def test_free_gpu_memory_is_shared_and_adds_what_the_allocator_holds(launched, monkeypatch):
     launched(2, 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 250)
+    allocator_of(monkeypatch, (0, (0, 0), 300, 250))
     assert devices.memory(GPU) == (1000, 300 + 50)
+
+
+def test_memory_of_graphs_is_not_free_for_training(launched, monkeypatch):
+    """What a capture freed inside of its pool is for the next capture alone."""
+    launched(1, 1)
+    common = (0, (0, 0), 300, 250)
+    graphs = (0, (0, 1), 80, 10)
+    compiled = (0, (2, 0), 15, 5)
+    elsewhere = (1, (0, 1), 40, 0)
+    allocator_of(monkeypatch, common, graphs, compiled, elsewhere)
+    assert devices.memory(GPU) == (1000, 600 + 50)
+
+
+def test_an_allocator_that_tells_nothing_of_pools_is_not_asked(launched, monkeypatch):
+    launched(1, 1)
+    allocator_of(monkeypatch, (0, (0, 0), 300, 250), backend="cudaMallocAsync")
+    assert devices.memory(GPU) == (1000, 600 + 50)
 
 
 def test_the_peak_of_a_cpu_process_is_measured_and_reset():

@@ -57,7 +57,6 @@ def settings_of(draw):
         "max_batch_tokens": draw(st.integers(0, 10)),
         "history_factor": draw(st.integers(1, 3)),
         "max_sequence_tokens": draw(st.none() | st.integers(0, 20)),
-        "max_blocks_per_request": draw(st.none() | st.integers(1, 20)),
         "graph_bytes": draw(st.integers(0, 100)),
         "packed_weight_bytes": draw(st.integers(0, 100)),
         "bytes_per_token": draw(size),

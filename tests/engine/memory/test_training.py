@@ -8,7 +8,11 @@ from transformers.training_args import OptimizerNames
 
 from cb_rollout.engine.memory import training as trainings
 from cb_rollout.engine.memory.plan import GIB
-from cb_rollout.engine.memory.training import TrainingMemory, optimizer_state_bytes
+from cb_rollout.engine.memory.training import (
+    TrainingMemory,
+    forget_peaks,
+    optimizer_state_bytes,
+)
 from cb_rollout.errors import ConfigurationError
 
 CPU = torch.device("cpu")
@@ -183,6 +187,22 @@ def test_after_the_first_step_the_measured_peak_is_reserved(peaks):
     assert (found.gradients_to_come, found.optimizer_states_to_come) == (0, 0)
     training.start_measuring()
     assert peaks.num_resets == 2, "settled: the peak is left alone"
+
+
+def test_a_peak_that_is_forgotten_is_not_reserved_and_a_settled_one_is_left_alone(peaks):
+    model = tiny_model().train()
+    training = training_of(model)
+    training.start_measuring()
+    peaks.used, peaks.peak = 700, 5000
+    forget_peaks()
+    assert peaks.num_resets == 2
+    peaks.peak = 900
+    step(model, torch.optim.Adam(model.parameters()))
+    training.stop_measuring(50)
+    assert training.bytes_now().activations == 200
+    training.settle()
+    forget_peaks()
+    assert peaks.num_resets == 2
 
 
 def test_the_peak_of_training_while_the_cache_is_released_is_not_reserved(peaks):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import wraps
 
 import pytest
@@ -14,9 +15,7 @@ from cb_rollout.engine.model.runner import BatchLayout, ModelRunner
 
 
 def batch_layout(model):
-    runner = ModelRunner(model, None)
-    check_model(runner)
-    return runner.batch_layout
+    return check_model(ModelRunner(model, None)).execution.batch_layout
 
 
 class Altered:
@@ -138,13 +137,13 @@ def test_a_model_that_computes_otherwise_with_a_cache_is_refused_with_the_differ
 def test_quantised_activations_are_named_as_the_cause(family):
     plain = tiny_model(family)
     model = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, dtype=torch.qint8)
-    with pytest.raises(ConfigurationError, match=r"depends on what else.*quantize_dynamic") as told:
+    with pytest.raises(ConfigurationError, match=r"depend on what else.*quantize_dynamic") as told:
         RolloutGenerator(model)
     assert "is_decoder" not in str(told.value)
 
 
 def test_is_decoder_is_advised_only_for_a_model_that_looks_ahead():
-    with pytest.raises(ConfigurationError, match=r"own rounding of \S+\. Roll it out with"):
+    with pytest.raises(ConfigurationError, match=r"own rounding of \S+\. Use model\.generate"):
         RolloutGenerator(Altered(with_late_keys).model)
     ahead = tiny_model("llama")
     for layer in ahead.model.layers:
@@ -166,7 +165,7 @@ def test_a_model_that_draws_its_outputs_at_random_is_said_to():
 def test_a_model_without_one_table_of_token_ids_is_refused(monkeypatch):
     model = tiny_model("llama")
     monkeypatch.setattr(model, "get_input_embeddings", torch.nn.Identity)
-    with pytest.raises(ConfigurationError, match="embeds its inputs by Identity, not by one"):
+    with pytest.raises(ConfigurationError, match="embeds its inputs with Identity, not with one"):
         RolloutGenerator(model)
 
 
@@ -230,3 +229,34 @@ def test_float32_products_that_round_to_tf32_are_no_reason_to_run_rows_alone(
         assert batch_layout(model) is BatchLayout.PACKED
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = before
+
+
+@pytest.mark.fast_cases("lfm2")
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "rwkv"])
+def test_the_check_of_a_model_leaves_the_runner_as_it_is(family):
+    runner = ModelRunner(tiny_model(family), None)
+    before = runner.execution
+    checked = check_model(runner)
+    assert runner.execution is before
+    assert (runner.attention_backend, runner.batch_layout) == (None, BatchLayout.PADDED)
+    runner.use(checked.execution)
+    again = check_model(runner)
+    assert runner.execution is checked.execution
+    assert again.layout == checked.layout
+    assert again.execution.batch_layout is checked.execution.batch_layout
+
+
+def test_a_refused_model_leaves_the_runner_as_it_was():
+    runner = ModelRunner(Altered(with_late_keys).model, None)
+    before = runner.execution
+    with pytest.raises(ConfigurationError, match="cannot run on a paged cache"):
+        check_model(runner)
+    assert runner.execution is before
+
+
+def test_rows_are_computed_in_another_way_only_inside_the_context():
+    runner = ModelRunner(tiny_model(), None)
+    before = runner.execution
+    with runner.using(replace(before, batch_layout=BatchLayout.SINGLE_ROWS)):
+        assert runner.batch_layout is BatchLayout.SINGLE_ROWS
+    assert runner.execution is before

@@ -5,9 +5,9 @@ import torch
 from tiny import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM
 
-import planted_faults
 from cb_rollout.engine.model.check import check_model
 from cb_rollout.engine.model.runner import ModelRunner
+from chaos import planted_faults
 
 QUICK = ("llama", "lfm2")
 OTHERS = [family for family in FAMILIES if family not in QUICK]
@@ -56,6 +56,5 @@ def test_no_right_engine_is_refused_over_many_seeds(family, num_seeds):
     layouts = set()
     for seed in range(num_seeds):
         runner = ModelRunner(tiny_model(family, seed=seed).bfloat16(), None)
-        check_model(runner)
-        layouts.add(runner.batch_layout)
+        layouts.add(check_model(runner).execution.batch_layout)
     assert len(layouts) == 1

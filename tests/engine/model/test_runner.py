@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import plain_logprobs, tiny_model
@@ -13,6 +15,12 @@ BLOCK_SIZE = 4
 
 def prompts(*lengths):
     return [[3 + (7 * row + 5 * i) % 200 for i in range(n)] for row, n in enumerate(lengths)]
+
+
+def runner_of(model, batch_layout):
+    runner = ModelRunner(model, None)
+    runner.use(replace(runner.execution, batch_layout=batch_layout))
+    return runner
 
 
 class Pages:
@@ -52,8 +60,7 @@ class Pages:
 def test_logits_are_in_the_order_of_rows_under_every_batch_layout(family, batch_layout):
     if (family, batch_layout) == ("lfm2", BatchLayout.PACKED):
         pytest.skip("recurrent layers are not packed")
-    runner = ModelRunner(tiny_model(family), None)
-    runner.batch_layout = batch_layout
+    runner = runner_of(tiny_model(family), batch_layout)
     rows = prompts(4, 6, 5, 4, 6)
     pages = Pages(runner, rows)
     first = pages.logits({row: len(ids) - 1 for row, ids in enumerate(rows)})
@@ -80,10 +87,7 @@ KINDS = {
 
 
 def packed_runner(family, **settings):
-    model = tiny_model(family, **settings)
-    runner = ModelRunner(model, None)
-    runner.batch_layout = BatchLayout.PACKED
-    return runner
+    return runner_of(tiny_model(family, **settings), BatchLayout.PACKED)
 
 
 @pytest.mark.parametrize(("family", "settings"), KINDS.values(), ids=KINDS)
@@ -102,14 +106,13 @@ def test_in_16_bits_packed_rows_are_as_exact_as_padded_ones():
     exact.load_state_dict(half.state_dict())
     rows = prompts(34, 71, 41, 61)
     plain = [ModelRunner(exact, None).plain_logits(row).log_softmax(-1) for row in rows]
-    runner = ModelRunner(half, None)
     errors = {}
-    for runner.batch_layout in (BatchLayout.PACKED, BatchLayout.PADDED):
-        pages = Pages(runner, rows)
+    for batch_layout in (BatchLayout.PACKED, BatchLayout.PADDED):
+        pages = Pages(runner_of(half, batch_layout), rows)
         found = torch.cat([pages.logits(ends).log_softmax(-1) for ends in CHUNKS])
         places = [place for ends in CHUNKS for place in ends.items()]
         expected = torch.stack([plain[row][end - 1] for row, end in places])
-        errors[runner.batch_layout] = (found - expected).square().mean().sqrt().item()
+        errors[batch_layout] = (found - expected).square().mean().sqrt().item()
     assert errors[BatchLayout.PACKED] <= 1.1 * errors[BatchLayout.PADDED]
 
 

@@ -53,6 +53,7 @@ def first_found(strings, tokenizer, ids):
     return next((i for i, token in enumerate(ids) if stops.found_with(token)), None)
 
 
+@pytest.mark.fast_cases("sentencepiece")
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @given(data=st.data())
 def test_a_sequence_stops_where_its_text_first_holds_a_string(kind, data):
@@ -85,6 +86,7 @@ def test_the_examples_of_transformers_own_criterion(tokens, expected):
     assert first_found(["stop"], tokenizer, [words.index(token) for token in tokens]) == expected
 
 
+@pytest.mark.fast_cases("strings2")
 @pytest.mark.parametrize("strings", [["END"], ["a"], ["ab", "ba.", "\n\n"], ["stopper"]])
 @given(ids=st.lists(st.integers(1, 266), min_size=1, max_size=40))
 def test_byte_level_text_stops_where_transformers_criterion_stops(strings, ids):
@@ -147,3 +149,38 @@ def test_a_string_beside_half_a_character_is_found_once():
         ["b"], lambda ids: b"".join(pieces[i] for i in ids).decode(errors="replace")
     )
     assert [stops.found_with(token) for token in range(4)] == [False, True, False, True]
+
+
+def byte_characters():
+    """The characters that byte-level tokenizers write for the bytes from 0 to 255."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+
+
+def ids_of_bytes(tokenizer, content):
+    """One token for each byte."""
+    characters = byte_characters()
+    return [tokenizer.convert_tokens_to_ids(characters[byte]) for byte in content]
+
+
+# Whole characters of one to four bytes, and bytes that begin or continue one.
+PIECES = [b"a", "\u00e9".encode(), "\u2603".encode(), "\U0001f600".encode()]
+PIECES += [b"\xff", b"\x98", b"\xe2", b"\xe2\x98", b"\xf0\x9f", b"\xc3"]
+
+
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=12))
+def test_a_string_is_found_after_bytes_that_are_no_text(pieces):
+    tokenizer = byte_level_tokenizer()
+    ids = ids_of_bytes(tokenizer, b"".join(pieces))
+    decode = decode_of(tokenizer)
+    for string in ("\u2603", "\U0001f600", "a\u00e9", "\u2603a"):
+        holds = [string in decode(ids[: number + 1]) for number in range(len(ids))]
+        expected = holds.index(True) if True in holds else None
+        assert first_found([string], tokenizer, ids) == expected
+
+
+def test_a_string_is_found_after_four_bytes_that_are_no_text():
+    tokenizer = byte_level_tokenizer()
+    ids = ids_of_bytes(tokenizer, b"\xff\x98\xe2\x98\x83")
+    assert first_found(["\u2603"], tokenizer, ids) == 4

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from fake_model import FakeModel, request_of
@@ -11,7 +13,7 @@ from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO
 from cb_rollout.types import RequestStatus
 
 
-def engine_of(num_blocks=100, max_blocks=None, policy="fifo", **limits):
+def engine_of(num_blocks=100, max_blocks=None, policy="fifo", host_room=0, **limits):
     defaults = {
         "block_size": 2,
         "max_batch_tokens": 100,
@@ -21,7 +23,8 @@ def engine_of(num_blocks=100, max_blocks=None, policy="fifo", **limits):
         "is_packed": False,
     }
     limits = Limits(**(defaults | limits))
-    return FakeModel(limits, num_blocks, max_blocks or num_blocks, policy=policy)
+    most = max_blocks or num_blocks
+    return FakeModel(limits, num_blocks, most, policy=policy, host_room=host_room)
 
 
 # Two tokens only, so that prompts often share prefixes.
@@ -43,6 +46,8 @@ class SchedulerRuns(RuleBasedStateMachine):
         history_factor=st.sampled_from([1, 8]),
         is_packed=st.booleans(),
         rope_limits=st.sampled_from([(), (6,), (4, 9)]),
+        max_used_blocks=st.sampled_from([None, 0, 3, 6]),
+        host_room=st.integers(0, 3),
     )
     def start(
         self,
@@ -57,11 +62,15 @@ class SchedulerRuns(RuleBasedStateMachine):
         history_factor,
         is_packed,
         rope_limits,
+        max_used_blocks,
+        host_room,
     ):
         scheduling.MAX_GATHER_RATIO = history_factor
         sizes = (block_size, max_batch_tokens, max_requests)
-        limits = Limits(*sizes, share, resume, is_packed, rope_limits)
-        self.engine = FakeModel(limits, 2, max_blocks, has_graphs=has_graphs, policy=policy)
+        limits = Limits(*sizes, share, resume, is_packed, rope_limits, max_used_blocks)
+        self.engine = FakeModel(
+            limits, 2, max_blocks, has_graphs=has_graphs, policy=policy, host_room=host_room
+        )
         self.room = max_blocks * block_size
         self.num_groups = 0
 
@@ -107,6 +116,12 @@ class SchedulerRuns(RuleBasedStateMachine):
         num_unfinished = len(self.unfinished)
         self.engine.reset(num_blocks)
         assert len(self.engine.scheduler.waiting) == num_unfinished
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule()
+    def preempt_the_youngest(self):
+        self.engine.executor.settle()
+        self.engine.preempt_youngest()
 
     @precondition(lambda self: self.unfinished)
     @rule()
@@ -363,3 +378,125 @@ def test_only_an_ended_sequence_can_be_retired():
     engine = engine_of()
     with pytest.raises(AssertionError):
         engine.scheduler.retire(request_of([1]))
+
+
+def engine_with_one_offloaded(**limits):
+    """An engine of three running sequences, of which the youngest waits with its keys kept."""
+    engine = engine_of(host_room=3, **limits)
+    requests = [request_of([1, 0, i], 9, f"r{i}") for i in range(3)]
+    engine.add(*requests)
+    for _ in range(3):
+        engine.step()
+    engine.preempt_youngest()
+    assert engine.scheduler.offloader.holds(requests[2])
+    assert list(engine.scheduler.waiting) == requests[2:]
+    return engine, requests[2]
+
+
+def test_a_preempted_sequence_decodes_again_from_its_kept_keys():
+    engine, request = engine_with_one_offloaded()
+    num_prefilled, num_generated = engine.counters.prefill_tokens, request.num_generated
+    engine.step()
+    assert request.num_generated == num_generated + 1
+    assert engine.counters.prefill_tokens == num_prefilled
+    counters = engine.counters
+    counted = (counters.preemptions, counters.offloaded_sequences, counters.restored_sequences)
+    assert counted == (1, 1, 1)
+    engine.drain()
+    engine.check()
+
+
+@pytest.mark.parametrize("can_resume_prompts", [True, False])
+def test_kept_keys_of_an_older_policy_never_come_back(can_resume_prompts):
+    for keep_keys in (False, True):
+        engine, request = engine_with_one_offloaded(can_resume_prompts=can_resume_prompts)
+        engine.scheduler.begin_policy_version(1, keep_keys=keep_keys)
+        assert not engine.scheduler.offloader.kept
+        engine.drain()
+        engine.check()
+        assert engine.counters.restored_sequences == 0
+        assert request.status is RequestStatus.FINISHED
+
+
+def test_a_sequence_with_keys_of_an_older_policy_is_not_kept():
+    engine = engine_of(host_room=3)
+    engine.add(request_of([1, 0], 9))
+    engine.step()
+    engine.scheduler.begin_policy_version(1, keep_keys=True)
+    engine.preempt_youngest()
+    assert not engine.scheduler.offloader.kept
+    engine.drain()
+
+
+def test_a_cancelled_sequences_kept_keys_are_forgotten():
+    engine, request = engine_with_one_offloaded()
+    engine.cancel(request)
+    assert not engine.scheduler.offloader.kept
+    engine.drain()
+
+
+def test_a_sequence_with_kept_keys_waits_until_its_blocks_are_free():
+    engine, request = engine_with_one_offloaded(max_requests=3, num_blocks=11)
+    for _ in range(2):
+        # Two run, and each has a spare block beside the three of each.
+        engine.add(request_of([0, 0, 0, 0], 2))
+    engine.drain()
+    engine.check()
+    assert request.status is RequestStatus.FINISHED
+
+
+def test_restored_blocks_are_shared_with_sequences_of_the_same_prefix():
+    engine = engine_of(host_room=3)
+    requests = [request_of([1, 0, 1, 1, 0], 9, f"r{i}", group=1) for i in range(2)]
+    engine.add(*requests)
+    engine.step()
+    for _ in requests:
+        engine.preempt_youngest()
+    # Others take the blocks that were left.
+    engine.scheduler.pool.forget(engine.scheduler.blocks.prefixes.clear())
+    engine.step()
+    first, second = (request.block_ids for request in requests)
+    assert engine.counters.restored_sequences == 2
+    assert first[:2] == second[:2]
+    engine.drain()
+    engine.check()
+
+
+def test_no_sequence_is_admitted_beside_others_below_the_margin():
+    # At most four of ten blocks are in use when another one is admitted.
+    engine = engine_of(num_blocks=10, max_used_blocks=4)
+    requests = [request_of([i] * 4, 1, f"r{i}") for i in range(4)]
+    engine.add(*requests)
+    chosen = engine.scheduler.schedule_prefill()
+    assert [prefill.leader for prefill in chosen] == requests[:3]
+    engine = engine_of(num_blocks=10, max_used_blocks=0)
+    engine.add(*(request_of([i] * 4, 1, f"r{i}") for i in range(4)))
+    assert len(engine.scheduler.schedule_prefill()) == 1
+    engine.drain()
+    engine.check()
+
+
+def test_a_margin_holds_up_a_group_and_sequences_with_kept_keys_too():
+    engine = engine_of(num_blocks=20, max_used_blocks=3)
+    engine.add(*(request_of([1, 0, 1, 0, 1], 2, f"r{i}", group=1) for i in range(4)))
+    (prefill,) = engine.scheduler.schedule_prefill()
+    # The first one takes three blocks, and each other one a block of its own.
+    assert len(prefill.followers) == 1
+    engine, request = engine_with_one_offloaded()
+    engine.scheduler.limits = replace(engine.scheduler.limits, max_used_blocks=3)
+    assert engine.scheduler.pool.num_used > 3
+    engine.step()
+    assert list(engine.scheduler.waiting) == [request]
+    engine.drain()
+    engine.check()
+
+
+def test_without_a_margin_a_block_stays_free_for_every_running_sequence():
+    for max_used_blocks, num_admitted in ((None, 3), (100, 5)):
+        engine = engine_of(num_blocks=10, max_used_blocks=max_used_blocks)
+        for i in range(5):
+            engine.add(request_of([i] * 4, 4, f"r{i}"))
+            engine.scheduler.num_decodes_in_a_row = scheduling.MAX_DECODES_IN_A_ROW
+            engine.step()
+        assert engine.scheduler.num_admitted == num_admitted
+        engine.drain()

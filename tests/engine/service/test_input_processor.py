@@ -1,5 +1,8 @@
+import math
 import random
+from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +10,7 @@ from hypothesis import strategies as st
 from tiny import char_tokenizer
 from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import BatchEncoding
 
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.engine.service.input_processor import InputProcessor, ServingLimits
@@ -51,11 +55,80 @@ def test_ids_from_a_tensor_become_plain_integers():
     assert one(processor_of(), torch.tensor([3, 4])).prompt_ids == [3, 4]
 
 
-@pytest.mark.parametrize("prompt", ["text", [[3, 4]], [3.5], [None], 5])
+NO_TOKEN_IDS = [
+    ([True, False], "True at position 0 is a boolean, as in a mask"),
+    ([5, False], "False at position 1 is a boolean"),
+    (np.array([True, False]), "True at position 0 is a boolean"),
+    ([3, np.True_], "True at position 1 is a boolean"),
+    (torch.tensor([False, True]), "False at position 0 is a boolean"),
+    ([3, torch.tensor(True)], "True at position 1 is a boolean"),
+    ([3.0, 4.0], "3.0 at position 0 is a float, and ids are whole numbers"),
+    (torch.tensor([3.0]), "3.0 at position 0 is a float"),
+    (np.array([3, 4], dtype=np.float32), "3.0 at position 0 is a float"),
+    ([3, np.float64(4)], "4.0 at position 1 is a float"),
+    ([3, "4"], "at position 1: 'str' object"),
+    ([3, math.nan], "nan at position 1 is a float"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "said"), NO_TOKEN_IDS)
+def test_a_boolean_or_a_float_is_no_token_id(prompt, said):
+    message = refusal(prompt)
+    assert message.startswith(f"input 0 is not a list of token ids ({said}")
+    assert "pass tokenizer(text)['input_ids']" in message
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [np.int64(3), np.uint8(4)],
+        np.array([3, 4], dtype=np.uint16),
+        [torch.tensor(3), 4],
+        (3, 4),
+        array("i", [3, 4]),
+        range(3, 5),
+    ],
+)
+def test_whole_numbers_of_any_kind_are_token_ids(prompt):
+    prompt_ids = one(processor_of(), prompt).prompt_ids
+    assert prompt_ids == [3, 4]
+    assert {*map(type, prompt_ids)} == {int}
+
+
+def test_the_callers_list_is_not_the_requests():
+    ids = [3, 4]
+    request = one(processor_of(), ids)
+    ids.append(5)
+    assert request.prompt_ids == [3, 4]
+
+
+@pytest.mark.parametrize("prompt", [[3.5], [None], [True, "a"]])
 def test_what_is_no_list_of_token_ids_is_refused(prompt):
     message = refusal(prompt)
     assert message.startswith("input 0 is not a list of token ids")
-    assert "tokenize it" in message
+    assert "pass tokenizer(text)['input_ids']" in message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("text", "input 0 is text, but a manager needs token ids; pass tokenizer(text)"),
+        (5, "input 0 is a single number; pass add_request one prompt, such as [5, 6, 7]"),
+        (torch.tensor(5), "input 0 is a single number"),
+        (
+            [[3, 4], [5]],
+            "input 0 is a batch of 2 sequences, but one sequence is expected; pass one",
+        ),
+        (torch.tensor([[3, 4]]), "input 0 is a batch of 1 sequences, but one sequence is expected"),
+        ([torch.tensor([3, 4])], "input 0 is a batch of 1 sequences, but one sequence is expected"),
+        (
+            BatchEncoding({"input_ids": [3, 4], "attention_mask": [1, 1]}),
+            "a tokenizer's BatchEncoding of input_ids, attention_mask; pass its ['input_ids']",
+        ),
+    ],
+)
+def test_another_shape_of_a_prompt_is_told_what_to_pass(prompt, said):
+    assert said in refusal(prompt)
 
 
 def test_an_empty_prompt_is_refused():
@@ -168,6 +241,21 @@ def test_an_id_that_is_made_here_is_none_that_was_given():
     assert one(input_processor).request_id != given_id.request_id
 
 
+@pytest.mark.parametrize(("given_id", "first_id"), [(None, "req_0"), ("mine", "mine")])
+def test_further_sequences_of_an_input_are_named_after_the_first(given_id, first_id):
+    input_processor = processor_of()
+    arguments = {"members": range(3), "request_id": given_id}
+    requests = input_processor.requests([[3]], [SamplingParams()], **arguments)
+    ids = [request.request_id for request in requests]
+    assert ids == [first_id, f"{first_id}__child#0", f"{first_id}__child#1"]
+
+
+def test_an_id_that_is_made_here_names_no_children_that_were_given():
+    input_processor = processor_of()
+    input_processor.requests([[3]], [SamplingParams()], request_id="req_7__child#0")
+    assert one(input_processor).request_id == "req_8"
+
+
 def seeds(input_processor, count=4, **params):
     requests = input_processor.requests([[3]], [SamplingParams(**params)], members=range(count))
     return [request.seed for request in requests]
@@ -242,11 +330,14 @@ def test_a_least_length_counts_the_prompt_where_it_says_so():
 
 def test_a_least_length_that_cannot_be_reached_is_refused_with_the_numbers():
     message = refusal([3, 4, 5], min_length=20, max_new_tokens=10)
-    assert "min_length=20 ask for 17 tokens after a prompt of 3, and at most 10" in message
+    assert (
+        "min_length=20 ask for at least 17 new tokens after a prompt of 3, but at most 10"
+        in message
+    )
 
 
 def test_stop_strings_take_a_tokenizer():
-    assert "make the generator or the manager with tokenizer=" in refusal(stop="END")
+    assert "pass tokenizer= to the generator or manager" in refusal(stop="END")
     input_processor = InputProcessor(processor_of().limits, 0, 0, char_tokenizer())
     first, second = (one(input_processor, stop="END") for _ in range(2))
     assert first.stop_strings is not second.stop_strings

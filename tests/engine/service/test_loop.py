@@ -243,7 +243,7 @@ def test_a_full_queue_refuses_all_of_what_is_too_many(create_loop):
     loop, output_queue = create_loop(max_queue_size=2), OutputQueue()
     loop.submit([request_of("a")], output_queue)
     with pytest.raises(
-        QueueFullError, match="1 requests wait and 2 more would pass max_queue_size=2"
+        QueueFullError, match="1 requests are waiting, and 2 more would exceed max_queue_size=2"
     ):
         loop.submit([request_of("b"), request_of("c")], output_queue)
     loop.submit([request_of("d")], output_queue)
@@ -269,7 +269,9 @@ def test_outputs_can_be_redirected_while_a_request_lives(loop):
     loop.start()
     assert second.take("a", LONG).is_finished()
     assert first.take("a", 0) is None
-    with pytest.raises(InvalidRequestError, match="request_id='a' has ended and was delivered"):
+    with pytest.raises(
+        InvalidRequestError, match="request_id='a' has already ended and was delivered"
+    ):
         loop.redirect("a", first, second)
 
 
@@ -370,7 +372,7 @@ def test_draining_finishes_what_is_in_flight_and_a_stopped_loop_takes_no_more(lo
     loop.stop(drain=True)
     loop.join(LONG)
     assert output_queue.take("a", 0).status is RequestStatus.FINISHED
-    with pytest.raises(RolloutError, match=r"start\(\) it"):
+    with pytest.raises(RolloutError, match=r"call start\(\)"):
         loop.submit([request_of("b")], output_queue)
     loop.start()
     loop.submit([request_of("b")], output_queue)

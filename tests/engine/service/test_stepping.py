@@ -145,6 +145,7 @@ def test_a_step_cannot_wait_for_the_engine_that_runs_it(generator):
     assert len(generator.generate_batch([[5]], max_new_tokens=2)) == 1
 
 
+@pytest.mark.fast_cases("mode0")
 @pytest.mark.parametrize(
     "mode", [torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.enable_grad()]
 )

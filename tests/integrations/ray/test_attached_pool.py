@@ -184,6 +184,9 @@ def test_each_process_of_a_trainer_samples_its_share_on_a_pool_of_its_own(
     first, second = run_processes("distributed/trl_pool.py", checkpoint, "own")
     assert first["weights"] == second["weights"]
     assert first["version"] == second["version"] == 3
+    # One worker in each pool.
+    assert len(first["worker_pids"]) == len(second["worker_pids"]) == 1
+    assert first["worker_pids"] != second["worker_pids"]
     # Processes never draw the same numbers.
     assert first["tokens"] != second["tokens"]
     assert len(first["drifts"]) == 2
@@ -378,7 +381,9 @@ def pool_of(**settings):
 def test_a_shared_pool_has_no_strategies(tmp_path):
     rows, pool = Dataset.from_list(PROBLEMS), object.__new__(RolloutPool)
     pool._group = object()
-    with pytest.raises(ConfigurationError, match="AsyncRollouts samples in each by itself"):
+    with pytest.raises(
+        ConfigurationError, match="AsyncRollouts samples in each process separately"
+    ):
         AsyncRollouts("unused", async_settings(tmp_path), rows, share_of_sevens, pool=pool)
 
 

@@ -37,6 +37,7 @@ class FakeWorker:
     def __init__(self, number, script):
         self.number, self.script = number, script
         self.items, self.versions, self.num_forwards, self.is_killed = [], [0], 0, False
+        self.cancelled = []
 
     def answer(self, method, arguments):
         result = self.script(self, method)
@@ -46,6 +47,8 @@ class FakeWorker:
             self.items += arguments[0]
         elif method == "update":
             self.versions.append(arguments[0].version)
+        elif method == "cancel":
+            self.cancelled += arguments[0]
         elif method == "report":
             done, self.items = self.items, []
             self.num_forwards += len(done)
@@ -193,6 +196,7 @@ def test_a_request_that_a_worker_cannot_read_fails_alone(manage):
     assert (manager.num_alive, len(cluster.workers)) == (2, 2)
 
 
+@pytest.mark.fast_cases("no forward")
 @pytest.mark.parametrize("how", ["no answer", "no forward"])
 def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(manage, how):
     def script(worker, called):
@@ -200,8 +204,13 @@ def test_a_worker_that_hangs_is_replaced_and_its_sequences_go_on(manage, how):
             return None
         return HANGS if how == "no answer" else ([], EngineCounters())
 
-    manager = manage(FakeCluster(script), timeout=0.3)
+    cluster = FakeCluster(script)
+    manager = manage(cluster, timeout=0.3)
     assert 0 not in {output.generated_tokens[0] for output in sample(manager)}
+    assert cluster.workers[0].items, "the worker that hangs had sequences"
+    wait_until(lambda: manager.num_alive == 2)
+    assert cluster.workers[0].is_killed
+    assert len(cluster.workers) == 3
 
 
 def test_a_worker_that_does_not_answer_an_update_is_replaced_by_one_that_has_it(manage):
@@ -226,6 +235,8 @@ def test_a_worker_that_dies_in_an_update_is_replaced_by_one_that_has_it(manage):
     update(manager)
     assert {output.policy_versions[0] for output in sample(manager)} == {(1, 1)}
     wait_until(lambda: manager.num_alive == 2)
+    assert cluster.workers[1].is_killed
+    assert [worker.versions[-1] for worker in cluster.workers] == [1, 0, 1]
 
 
 def test_a_worker_that_takes_no_weights_is_replaced(manage):
@@ -250,7 +261,9 @@ def test_weights_that_no_worker_takes_are_not_those_of_the_pool(manage):
     )
     manager = manage(cluster)
     wait_until(lambda: manager.num_alive == 2)
-    with pytest.raises(WeightSyncError, match=r"no worker took the weights: .*of another model"):
+    with pytest.raises(
+        WeightSyncError, match=r"no worker accepted the weights: .*of another model"
+    ):
         update(manager)
     assert manager.policy_version == 0
     wait_until(lambda: manager.num_alive == 2)
@@ -383,3 +396,6 @@ def test_cancelled_sequences_are_ended_at_their_worker(manage):
     manager.cancel_requests(["req_0", "req_1", "req_2"])
     statuses = {queue.take(timeout=WAIT).status for _ in range(3)}
     assert statuses == {RequestStatus.CANCELLED}
+    for worker in cluster.workers[:2]:
+        assert worker.cancelled == [item.item_id for item in worker.items]
+    assert sum(len(worker.cancelled) for worker in cluster.workers) == 3

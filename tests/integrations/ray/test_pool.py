@@ -16,6 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny import char_tokenizer, plain_logprobs, tiny_model
+from transformers import CompileConfig, GenerationConfig
 from waiting import wait_until
 
 from cb_rollout import (
@@ -70,6 +71,12 @@ def handles(pool):
         for number, worker in dict(pool.manager._workers).items()
         if worker.description is not None
     }
+
+
+def tokens_of_workers(pool):
+    """How many tokens each worker has sampled, by number."""
+    workers = dict(pool.manager._workers).values()
+    return {worker.number: worker.counters.tokens_generated for worker in workers}
 
 
 def process_ids(pool):
@@ -131,8 +138,65 @@ def test_what_a_generator_refuses_a_pool_refuses_before_anything_is_sampled(pool
     assert (pool.manager._num_started, pool.num_alive) == (started, 2)
     outputs = pool.generate_batch([[5], [9999]], max_new_tokens=3, on_error="return")
     assert [output.status.value for output in outputs.values()] == ["finished", "failed"]
-    with pytest.raises(RolloutError, match="neither pickled nor copied"):
+    with pytest.raises(RolloutError, match="cannot be pickled or copied"):
         ray.put(pool)
+
+
+@pytest.fixture(scope="module")
+def two_of_each(tmp_path_factory):
+    """A pool and a generator of a checkpoint whose generation config asks for two sequences."""
+    path = tmp_path_factory.mktemp("two_of_each")
+    model = tiny_model()
+    model.generation_config.update(num_return_sequences=2, do_sample=True, temperature=0.5)
+    model.save_pretrained(path)
+    tokenizer = char_tokenizer()
+    with (
+        RolloutPool(str(path), CONFIG, num_workers=1, tokenizer=tokenizer) as made,
+        RolloutGenerator(model, CONFIG, tokenizer=tokenizer) as generator,
+    ):
+        yield made, generator
+
+
+def test_a_pool_samples_as_many_sequences_as_the_checkpoint_asks_for(two_of_each):
+    found, expected = (
+        [
+            sampler.generate_batch([[5, 6], [7]], max_new_tokens=4),
+            sampler.generate_batch([[5, 6], [7]], max_new_tokens=4, num_return_sequences=1),
+            sampler.generate_batch([[5]], GenerationConfig(do_sample=True, max_new_tokens=4)),
+        ]
+        for sampler in two_of_each
+    )
+    assert [len(outputs) for outputs in found] == [len(outputs) for outputs in expected]
+    assert [len(outputs) for outputs in found] == [4, 2, 1]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert list(ours) == list(theirs)
+        for request_id, output in theirs.items():
+            assert ours[request_id].generated_tokens == output.generated_tokens
+
+
+REFUSED = {
+    "a padded tensor": torch.tensor([[0, 5], [6, 7]]),
+    "a padded list": [[0, 0, 5], [5, 6, 7]],
+    "booleans": [[True, False]],
+    "floats": [[5.0]],
+}
+
+
+@pytest.mark.parametrize("inputs", REFUSED.values(), ids=REFUSED)
+def test_a_pool_refuses_inputs_in_the_words_of_a_generator(two_of_each, inputs):
+    said = []
+    for sampler in two_of_each:
+        with pytest.raises(InvalidRequestError) as raised:
+            sampler.generate_batch(inputs, max_new_tokens=4)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+def test_a_call_that_asks_a_pool_for_other_compiled_forwards_is_refused(two_of_each):
+    asked = GenerationConfig(max_new_tokens=4, compile_config=CompileConfig(dynamic=True))
+    for sampler in two_of_each:
+        with pytest.raises(ConfigurationError, match="compile_config of one call"):
+            sampler.generate_batch([[5]], asked)
 
 
 def unknown(input_ids, scores):
@@ -149,7 +213,9 @@ def test_stop_strings_and_timestamps_come_back(pool):
     for output in outputs.values():
         text = tokenizer.decode(output.generated_tokens)
         assert ("e" in text) == (output.finish_reason.value == "stop")
-        assert output.created_time <= output.timestamps[0] <= output.timestamps[-1]
+        admitted, ended = output.lifespan
+        times = [output.created_time, admitted, *output.timestamps, ended]
+        assert times == sorted(times)
         assert len(output.timestamps) == len(output.generated_tokens)
 
 
@@ -171,10 +237,14 @@ def test_synced_weights_are_those_that_every_worker_samples_from(pool):
     assert (report.policy_version, pool.policy_version) == (version, version)
     held = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
     assert report.bytes_copied == held
+    before = tokens_of_workers(pool)
     outputs = pool.generate_batch([[5, 6, i] for i in range(40)], max_new_tokens=12)
     for output in outputs.values():
         assert output.policy_versions == [(version, len(output.generated_tokens))]
         assert largest_error(output, lambda _: model) < 1e-5
+    after = tokens_of_workers(pool)
+    assert len(after) == 2
+    assert all(after[number] > before[number] for number in after)
     with pytest.raises(WeightSyncError, match="not given"):
         pool.sync_weights({})
     assert pool.policy_version == version
@@ -213,7 +283,7 @@ def test_weights_that_no_worker_takes_leave_the_old_ones(pool, monkeypatch):
     version = pool.policy_version
     put = pool._cluster.put
     monkeypatch.setattr(pool._cluster, "put", lambda array: put(array[:-1]))
-    with pytest.raises(WeightSyncError, match="no worker took the weights"):
+    with pytest.raises(WeightSyncError, match="no worker accepted the weights"):
         pool.sync_weights(weights_of(99).state_dict())
     monkeypatch.undo()
     assert pool.policy_version == version
@@ -224,7 +294,8 @@ def test_weights_that_no_worker_takes_leave_the_old_ones(pool, monkeypatch):
 
 def test_a_worker_killed_in_the_middle_of_an_update_is_replaced_by_one_that_has_it(pool):
     version = pool.policy_version + 1
-    victim = next(iter(handles(pool).values()))
+    processes = process_ids(pool)
+    number, victim = next(iter(handles(pool).items()))
     state = weights_of(version).state_dict()
     send = pool._cluster.call_all
 
@@ -241,6 +312,8 @@ def test_a_worker_killed_in_the_middle_of_an_update_is_replaced_by_one_that_has_
         del pool._cluster.call_all
     outputs = pool.generate_batch([[5, 6, i] for i in range(20)], max_new_tokens=12)
     wait_until(lambda: pool.num_alive == 2)
+    assert number not in handles(pool)
+    assert len({*processes, *process_ids(pool)}) == 3
     outputs |= pool.generate_batch([[5, 6, i] for i in range(20)], max_new_tokens=12)
     for output in outputs.values():
         assert output.policy_versions == [(version, len(output.generated_tokens))]
@@ -350,6 +423,8 @@ def resident(process_ids):
     return {pid: psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *process_ids)}
 
 
+# Minutes; a test of an attached pool kills a worker by day.
+@pytest.mark.nightly
 def test_nothing_is_lost_while_workers_die_and_weights_change(checkpoint):
     """Three workers, 20 versions, two workers killed at random moments and one added."""
     chance = random.Random(0)
@@ -435,6 +510,8 @@ def test_a_split_worker_ends_and_is_replaced_as_a_whole(split_pool):
     """The process that is killed leads, or follows."""
     for rank in (0, 1):
         victim = next(iter(split_pool.manager._workers.values()))
+        shards = {process.pid for process in split_pool._cluster._processes}
+        assert len(shards) == 4
         with ThreadPoolExecutor() as threads:
             prompts = [[5, 6, 7 + i % 9] for i in range(24)]
             sampled = threads.submit(split_pool.generate_batch, prompts, max_new_tokens=60)
@@ -444,6 +521,10 @@ def test_a_split_worker_ends_and_is_replaced_as_a_whole(split_pool):
         assert all(output.is_finished() for output in outputs.values())
         assert victim.number not in split_pool.manager._workers
         wait_until(lambda: split_pool.num_alive == 2)
+        # Both of its processes ended, and no other one.
+        now = {process.pid for process in split_pool._cluster._processes}
+        assert len(now) == 4
+        assert len(shards & now) == 2
 
 
 def test_heads_that_a_split_does_not_divide_are_named(checkpoint):
@@ -491,7 +572,7 @@ def test_another_base_or_scaling_than_the_workers_is_refused(checkpoint):
         with pytest.raises(WeightSyncError, match=r"v_proj\.weight"):
             pool.sync_weights(get_peft_model(tiny_model(), replace_targets(lora)))
         assert pool.sync_weights(get_peft_model(tiny_model(), lora)).policy_version == 1
-    with pytest.raises(ConfigurationError, match="peft_config='lora' is no config of PEFT"):
+    with pytest.raises(ConfigurationError, match="peft_config='lora' is not a PEFT config"):
         RolloutPool(checkpoint, CONFIG, num_workers=1, peft_config="lora")
     with pytest.raises(ConfigurationError, match="leave peft_config out"):
         RolloutPool(

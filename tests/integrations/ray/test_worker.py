@@ -1,5 +1,6 @@
 """A worker samples items and takes weights."""
 
+import pickle
 import threading
 import time
 from dataclasses import replace
@@ -52,6 +53,14 @@ def update_of(worker, model, version):
     return WeightUpdate(version, tensors), arrays
 
 
+def test_a_description_travels_to_the_pools_process_without_the_engine(worker):
+    described = worker.description()
+    received = pickle.loads(pickle.dumps(described))
+    assert received.limits.vocab_size() == described.limits.vocab_size()
+    assert received.limits.max_cached_tokens() == described.limits.max_cached_tokens()
+    assert list(received.limits.adapters()) == []
+
+
 class Gate:
     """A logits processor that holds the engine before a token until the gate opens."""
 
@@ -95,7 +104,8 @@ def test_times_are_seconds_since_the_item_arrived(worker):
     (output,) = outputs_of(worker, item(records_timestamps=True))
     assert output.created_time == 0.0
     assert len(output.timestamps) == 6
-    assert 0 <= output.timestamps[0] <= output.timestamps[-1]
+    admitted, ended = output.lifespan
+    assert 0 <= admitted <= output.timestamps[0] <= output.timestamps[-1] <= ended
 
 
 def test_a_cancelled_item_delivers_the_tokens_it_had(worker):

@@ -11,7 +11,7 @@ import cb_rollout
 from cb_rollout import ConfigurationError
 from cb_rollout.compat.multimodal import placeholder_token_ids
 from cb_rollout.rollout.audit.report import Cause
-from measure_audit import VISION_FAMILIES, clean_rollouts, image_faults, vision_setting
+from measure.audit import VISION_FAMILIES, clean_rollouts, image_faults, vision_setting
 
 NUM_NEW, NUM_CLEAN = 12, 6
 FAST = {("llava", torch.bfloat16)}
@@ -29,6 +29,7 @@ def settings():
     return cache(vision_setting)
 
 
+@pytest.mark.slow
 @EACH
 def test_the_cause_of_a_fault_of_images_comes_first(settings, family, dtype):
     setting, missed = settings(family, dtype), {}
@@ -82,5 +83,5 @@ def test_prompt_keys_of_an_older_version_include_those_of_images(settings):
 def test_a_prompt_without_its_images_is_refused(settings):
     setting = settings("llava", torch.float32)
     (output, *_) = setting.sample(num_new=2)
-    with pytest.raises(ConfigurationError, match="holds tokens that stand for images, and no"):
+    with pytest.raises(ConfigurationError, match="holds image tokens but no"):
         cb_rollout.audit([replace(output, images=None)], setting.model)

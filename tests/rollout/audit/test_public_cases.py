@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import cb_rollout
-from audit_engines import transformers_manager
+from benchmarks.peers.audited import transformers_manager
 from cb_rollout.rollout.audit.report import Cause
-from measure_audit import NUM_NEW, tiny_setting
+from measure.audit import NUM_NEW, tiny_setting
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,7 @@ def test_the_command_says_the_cause_and_exits_by_it(tmp_path, checkpoints, capsy
     assert main(["audit", str(tmp_path / "nothing.jsonl"), "--model", new]) == 2
 
 
+@pytest.mark.slow
 def test_the_command_names_another_tokenizer_of_the_engine(tmp_path, checkpoints, capsys):
     new, _ = map(str, checkpoints)
     # The engine's ids of letters and signs are one more than the trainer's.

@@ -9,7 +9,7 @@ B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: 
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,14 +38,8 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout
 from cb_rollout.engine.kv_cache.paged import BlockTable, PagedCache, PagedLayer
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
-from cb_rollout.engine.numerics.kernels import (
-    COUNT,
-    NUMBER,
-    TENSOR,
-    TYPES,
-    kernel,
-    with_unit_stride,
-)
+from cb_rollout.engine.numerics.kernels import TYPES, kernel, proof_of, with_unit_stride
+from cb_rollout.engine.numerics.signatures import States, Step
 
 aten = torch.ops.aten
 
@@ -89,48 +83,55 @@ METHODS: dict[Any, str] = {
 }
 
 
-class Step(ctypes.Structure):
-    """A decode step over pages, as pages.h has it, whose fields have names."""
-
-    _fields_: ClassVar = [
-        (f"field_{number}", kind)
-        for number, kind in enumerate(
-            (
-                *((TENSOR, COUNT, COUNT, COUNT) * 3),
-                *(TENSOR, TENSOR, TENSOR),
-                *(TENSOR, COUNT, COUNT, TENSOR, TENSOR),
-                *((COUNT,) * 5),
-                *(NUMBER, NUMBER, COUNT, TENSOR),
-            )
-        )
-    ]
-
-
 def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the linear layers of a traced graph by `packed_linear`, in place.
 
     Layers of the same rows, as query, key and value, are one product.
     """
     for same_rows in linear_nodes(graph):
-        plain = [layer for layer in same_rows if layer.node.meta["val"].dtype in TYPES]
+        # Layers whose weights are inputs of the graph.
+        held: list[LinearNode] = []
         # What the forward computes may come after the first product.
-        held = [x for x in plain if all(w.op == "placeholder" for w in _before_autocast(x))]
-        computed = [[layer] for layer in plain if layer not in held]
-        for layers in ([held] if held else []) + computed:
-            weights_NK, *biases_N = zip(*map(_before_autocast, layers), strict=True)
-            first, biases = layers[0], biases_N[0] if biases_N else ()
-            with graph.inserting_before(first.node):
-                product = inductor.call_function(graph, _LINEAR, first.rows, weights_NK, biases)
-            replace_by_columns(graph, layers, product)
+        computed: list[LinearNode] = []
+        for layer in same_rows:
+            if layer.node.meta["val"].dtype not in TYPES:
+                continue
+            if all(weight.op == "placeholder" for weight in _before_autocast(layer)):
+                held.append(layer)
+            else:
+                computed.append(layer)
+        if held:
+            _join_as_linear(graph, held)
+        for layer in computed:
+            _join_as_linear(graph, [layer])
     return weights
+
+
+def _join_as_linear(graph: fx.Graph, layers: list[LinearNode]) -> None:
+    """Replace layers of the same rows, all with a bias or none, by one call of `linear`."""
+    weights_NK: list[fx.Node] = []
+    biases_N: list[fx.Node] = []
+    for layer in layers:
+        weight, *bias = _before_autocast(layer)
+        weights_NK.append(weight)
+        biases_N += bias
+    first = layers[0]
+    with graph.inserting_before(first.node):
+        product = inductor.call_function(
+            graph, _LINEAR, first.rows, tuple(weights_NK), tuple(biases_N)
+        )
+    replace_by_columns(graph, layers, product)
 
 
 def _before_autocast(layer: LinearNode) -> list[fx.Node]:
     """Return the weight and the bias of a layer as they were: weights are packed rounded."""
-    return [
-        node.all_input_nodes[0] if node.target is aten._to_copy.default else node
-        for node in layer.weights
-    ]
+    nodes: list[fx.Node] = []
+    for node in layer.weights:
+        if node.target is aten._to_copy.default:
+            nodes.append(node.all_input_nodes[0])
+        else:
+            nodes.append(node)
+    return nodes
 
 
 def simplify(graph: fx.Graph, is_compiled: bool) -> None:
@@ -145,7 +146,8 @@ def simplify(graph: fx.Graph, is_compiled: bool) -> None:
         elif node.target in FUNCTIONS:
             node.target = FUNCTIONS[node.target]
         elif node.target in METHODS:
-            node.op, node.target = "call_method", METHODS[node.target]
+            node.op = "call_method"
+            node.target = METHODS[node.target]
     graph.lint()
 
 
@@ -160,7 +162,9 @@ def _join_reshapes(graph: fx.Graph) -> None:
         source, sizes = node.args
         if source.meta["val"].shape == node.meta["val"].shape:
             node.replace_all_uses_with(source)
-        elif (first := reshapes.setdefault((source, tuple(sizes)), node)) is not node:
+            continue
+        first = reshapes.setdefault((source, tuple(sizes)), node)
+        if first is not node:
             node.replace_all_uses_with(first)
 
 
@@ -172,7 +176,8 @@ def _narrow(node: fx.Node) -> None:
     if step or not all(type(number) is int for number in (size, start, end)):
         return
     first, last, _ = slice(start, end).indices(size)
-    node.target, node.args = torch.narrow, (source, dim, first, max(0, last - first))
+    node.target = torch.narrow
+    node.args = (source, dim, first, max(0, last - first))
 
 
 TRACING = Tracing(
@@ -193,7 +198,8 @@ class CpuBackend(AttentionBackend):
 
     @staticmethod
     def obstacle(device: torch.device, layout: CacheLayout | None) -> str | None:
-        if obstacle := inductor.compiler_obstacle():
+        obstacle = inductor.compiler_obstacle()
+        if obstacle:
             return f"the kernel needs a C++ compiler, g++ or the one that CXX names ({obstacle})"
         return unsupported_states(layout, TYPES)
 
@@ -203,23 +209,33 @@ class CpuBackend(AttentionBackend):
             # Now, not in a rollout.
             packed_linear.has_kernel(self.cache.paged[0].key_dtype)
 
+    @property
+    def proof(self) -> str:
+        first = self.cache.paged[0]
+        sizes = {
+            "NUM_KEY_HEADS": first.num_key_heads,
+            "KEY_SIZE": first.key_size,
+            "VALUE_SIZE": first.value_size,
+        }
+        verdict = proof_of("attend", first.key_dtype, **sizes)
+        verdict = verdict or proof_of("attend_paged", first.key_dtype)
+        return "" if verdict is None else str(verdict)
+
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:
-        tokens = [token_id for (token_id,) in batch.new_tokens]
-        tokens_B, lengths_B, table_rows_B = (
-            devices.to_device(v, CPU) for v in (tokens, batch.lengths, batch.table_rows)
-        )
+        tokens_B = devices.to_device([token_id for (token_id,) in batch.new_tokens], CPU)
+        lengths_B = devices.to_device(batch.lengths, CPU)
+        table_rows_B = devices.to_device(batch.table_rows, CPU)
         attention = CpuPagedAttention(batch.cache, batch.table, table_rows_B, lengths_B)
         positions_B = lengths_B - 1
         if batch.position_offsets:
             positions_B = positions_B + devices.to_device(batch.position_offsets, CPU)
-        tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
         return DecodeInputs(
-            self.cache,
-            attention.attend,
-            tokens_B1,
-            positions_B1,
-            table_rows_B,
-            batch.cache.stateful,
+            cache=self.cache,
+            attend=attention.attend,
+            tokens_B1=tokens_B[:, None],
+            positions_B1=positions_B[:, None],
+            table_rows_B=table_rows_B,
+            recurrent=batch.cache.stateful,
         )
 
 
@@ -243,35 +259,68 @@ class CpuPagedAttention:
         value: torch.Tensor,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        states, kept = (query, key, value), layer.key_dtype
-        dtypes = {kept, layer.value_dtype, *(tensor.dtype for tensor in states)}
+        """Write the new states, and attend.
+
+        Args:
+            layer: the layer that attends.
+            query: `[B, H, 1, D]`, in the dtype of the pages, or rounded to it under autocast.
+            key: `[B, K, 1, D]`, likewise.
+            value: `[B, K, 1, E]`, likewise.
+            spec: the layer's attention.
+
+        Returns:
+            `[B, 1, H, E]`, in the dtype of the pages.
+
+        Raises:
+            UnsupportedAttentionError: the dtypes differ otherwise.
+        """
+        dtype = layer.key_dtype
+        dtypes = {dtype, layer.value_dtype, query.dtype, key.dtype, value.dtype}
         # Autocast rounds states to 16 bits where they are attended; pages hold them rounded.
-        if layer.value_dtype != kept or (len(dtypes) > 1 and kept.itemsize > 2):
+        if layer.value_dtype != dtype or (len(dtypes) > 1 and dtype.itemsize > 2):
             raise UnsupportedAttentionError(
                 f"its queries are {query.dtype}, its keys {key.dtype}, its values {value.dtype}, "
-                f"and its pages {kept} and {layer.value_dtype}"
+                f"and its pages {dtype} and {layer.value_dtype}"
             )
-        query, key, value = with_unit_stride(query.to(kept)), key.to(kept), value.to(kept)
-        (B, H, _, D), (_, K, _, E) = query.shape, value.shape
+        query = with_unit_stride(query.to(dtype))
+        key = key.to(dtype)
+        value = value.to(dtype)
+        B, H, _, D = query.shape
+        _, K, _, E = value.shape
         outputs_B1HE = query.new_empty(B, 1, H, E)
-        sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(kept).contiguous()
+        sinks_H = None if spec.sinks_H is None else spec.sinks_H.to(dtype).contiguous()
         if operators.are_installed():
             # The order of sums is that of `kernels.attend`.
-            attend_step = kernel("attend_paged", kept)
+            attend_step = kernel("attend_paged", dtype)
         else:
             # Compiled at the first call for states of a new shape; known sizes unroll loops.
             sizes = {"NUM_HEADS": H, "NUM_KEY_HEADS": K, "KEY_SIZE": D, "VALUE_SIZE": E}
-            attend_step = kernel("attend", kept, **sizes)
-        paged, table, blocks = self.cache.layers[layer.index], self.table, self.table.blocks
+            attend_step = kernel("attend", dtype, **sizes)
+        paged = self.cache.layers[layer.index]
         assert isinstance(paged, PagedLayer)
+        key_pages, value_pages = paged.pages
+        blocks = self.table.blocks
         step = Step(
-            *(n for x in (query, key, value) for n in (x.data_ptr(), *x.stride()[:2], x.stride(3))),
-            *(x.data_ptr() for x in (outputs_B1HE, *paged.pages)),
-            *(blocks.data_ptr(), blocks.shape[1], table.block_size),
-            *(self.table_rows_B.data_ptr(), self.lengths_B.data_ptr()),
-            *(B, H, K, D, E),
-            *(spec.scale, spec.softcap or 0.0, spec.window or 0),
-            None if sinks_H is None else sinks_H.data_ptr(),
+            queries=States.of(query),
+            new_keys=States.of(key),
+            new_values=States.of(value),
+            outputs=outputs_B1HE.data_ptr(),
+            keys=key_pages.data_ptr(),
+            values=value_pages.data_ptr(),
+            table=blocks.data_ptr(),
+            table_width=blocks.shape[1],
+            block_size=self.table.block_size,
+            table_rows=self.table_rows_B.data_ptr(),
+            lengths=self.lengths_B.data_ptr(),
+            num_rows=B,
+            num_heads=H,
+            num_key_heads=K,
+            key_size=D,
+            value_size=E,
+            scale=spec.scale,
+            softcap=spec.softcap or 0.0,
+            window=spec.window or 0,
+            sinks=None if sinks_H is None else sinks_H.data_ptr(),
         )
         attend_step(ctypes.byref(step))
         return outputs_B1HE

@@ -24,6 +24,7 @@ from cb_rollout.compat.torch import multiplies_bfloat16
 from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.numerics import operators
 from cb_rollout.engine.numerics.kernels import kernel, multiply
+from cb_rollout.engine.numerics.qualification.qualifier import UnprovedError
 from cb_rollout.errors import error_text
 
 # So few rows are multiplied as fast by a kernel that reads the weight as it is.
@@ -50,7 +51,8 @@ class PackedLinear:
     """
 
     def __init__(self, model: torch.nn.Module, *, is_enabled: bool) -> None:
-        self._model, self._is_enabled = model, is_enabled
+        self._model = model
+        self._is_enabled = is_enabled
         self._fits: bool | None = None
         self._layers: dict[int, LinearLayer] | None = None
         self._packed: dict[tuple[object, ...], torch.Tensor] = {}
@@ -61,24 +63,30 @@ class PackedLinear:
 
         `dtype` is that of the rows.
         """
-        held = _product_dtype(dtype) if self._is_enabled else None
-        size = sum(layer.weight_NK.numel() for layer in _linear_layers(self._model).values())
-        packed = 0 if held is None else held.itemsize * size
-        self._fits = devices.FREE_PER_COPY * packed <= free_bytes
-        if not self._fits:
-            self.forget()
-        return packed if self._fits else 0
+        num_bytes = 0
+        held = _product_dtype(dtype)
+        if self._is_enabled and held is not None:
+            for layer in _linear_layers(self._model).values():
+                num_bytes += held.itemsize * layer.weight_NK.numel()
+        self._fits = devices.FREE_PER_COPY * num_bytes <= free_bytes
+        if self._fits:
+            return num_bytes
+        self.forget()
+        return 0
 
     def forget(self) -> None:
         """Drop all packed weights: they changed, or their memory is needed."""
-        self._layers, self._packed = None, {}
+        self._layers = None
+        self._packed = {}
 
     def packed(self, weights_NK: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
         """Return weights, rounded to `dtype` and packed as one; None: take them as they are."""
-        key = *map(id, weights_NK), dtype
-        if (packed := self._packed.get(key)) is not None:
-            return packed
-        held, layers = _product_dtype(dtype), self._packable(dtype)
+        key = (*map(id, weights_NK), dtype)
+        known = self._packed.get(key)
+        if known is not None:
+            return known
+        held = _product_dtype(dtype)
+        layers = self._packable(dtype)
         if held is None or not all(id(weight) in layers for weight in weights_NK):
             return None
         if len(weights_NK) > 1:
@@ -86,7 +94,7 @@ class PackedLinear:
                 self._joined[id(weight)] = weights_NK
                 self._packed.pop((id(weight), dtype), None)
         rounded = [weight.detach().to(dtype).to(held) for weight in weights_NK]
-        rounded_NK = rounded[0] if len(rounded) == 1 else torch.cat(rounded)
+        rounded_NK = torch.cat(rounded) if len(rounded) > 1 else rounded[0]
         packed = torch.ops.mkldnn._reorder_linear_weight(rounded_NK, PACKED_FOR_ROWS)
         self._packed[key] = packed
         return packed
@@ -101,26 +109,31 @@ class PackedLinear:
         """Return the layers that are packed, by the `id` of their weights."""
         if self._fits is None:
             self.plan(devices.memory(CPU).free_bytes, dtype)
-        if self._layers is None:
-            self._layers = _linear_layers(self._model) if self._is_enabled and self._fits else {}
-            self._joined = {
-                key: weights
-                for key, weights in self._joined.items()
-                if all(id(weight) in self._layers for weight in weights)
-            }
-        return self._layers
+        if self._layers is not None:
+            return self._layers
+        layers: dict[int, LinearLayer] = {}
+        if self._is_enabled and self._fits:
+            layers = _linear_layers(self._model)
+        still_joined: dict[int, Sequence[torch.Tensor]] = {}
+        for key, weights in self._joined.items():
+            if all(id(weight) in layers for weight in weights):
+                still_joined[key] = weights
+        self._layers = layers
+        self._joined = still_joined
+        return layers
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Have `linear` take packed weights, in this thread."""
-        before, _ACTIVE.weights = getattr(_ACTIVE, "weights", None), self
+        """Make `linear` use packed weights, in this thread."""
+        before = getattr(_ACTIVE, "weights", None)
+        _ACTIVE.weights = self
         try:
             yield
         finally:
             _ACTIVE.weights = before
 
     def replacing_linear(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
-        """Have a model's linear layers of `dtype` computed by `linear`, in this thread."""
+        """Compute a model's linear layers of `dtype` by `linear`, in this thread."""
         if not self._is_enabled or _product_dtype(dtype) is None:
             return nullcontext()
         return _ReplacedLinear(self, dtype)
@@ -146,22 +159,28 @@ def linear(
         tensor.dtype == dtype and tensor.is_contiguous() for tensor in (*weights_NK, *biases_N)
     ):
         return _each(multiply, rows_BK, weights_NK, biases_N)
-    is_joined = len(weights_NK) > 1
-    product = _packed_product(rows_BK, weights_NK, biases_N) if is_joined else None
-    return _each(_linear, rows_BK, weights_NK, biases_N) if product is None else product
+    if len(weights_NK) > 1:
+        product = _packed_product(rows_BK, weights_NK, biases_N)
+        if product is not None:
+            return product
+    return _each(_linear, rows_BK, weights_NK, biases_N)
 
 
 def _packed_product(
     rows_BK: torch.Tensor, weights_NK: Sequence[torch.Tensor], biases_N: Sequence[torch.Tensor]
 ) -> torch.Tensor | None:
-    """Compute layers from weights that are packed as one; None: they are not."""
-    dtype, held = rows_BK.dtype, _product_dtype(rows_BK.dtype)
+    """Compute layers from weights that are packed together; None if they are not."""
+    dtype = rows_BK.dtype
+    held = _product_dtype(dtype)
     weights: PackedLinear | None = getattr(_ACTIVE, "weights", None)
     if weights is None or held is None or rows_BK.shape[0] > MOST_ROWS:
         return None
-    if (packed := weights.packed(weights_NK, dtype)) is None:
+    packed = weights.packed(weights_NK, dtype)
+    if packed is None:
         return None
-    bias_N = torch.cat([bias.to(dtype).to(held) for bias in biases_N]) if biases_N else None
+    bias_N = None
+    if biases_N:
+        bias_N = torch.cat([bias.to(dtype).to(held) for bias in biases_N])
     return multiply_packed(rows_BK.to(held), packed, bias_N).to(dtype)
 
 
@@ -170,11 +189,13 @@ def _linear(
 ) -> torch.Tensor:
     """Compute one layer whose weight is packed alone, or not at all."""
     biases_N = [] if bias_N is None else [bias_N]
-    if (product := _packed_product(rows_BK, [weight_NK], biases_N)) is not None:
+    product = _packed_product(rows_BK, [weight_NK], biases_N)
+    if product is not None:
         return product
     dtype = rows_BK.dtype
     held = _product_dtype(dtype) or dtype
-    bias_N = None if bias_N is None else bias_N.to(dtype).to(held)
+    if bias_N is not None:
+        bias_N = bias_N.to(dtype).to(held)
     return functional.linear(rows_BK.to(held), weight_NK.to(dtype).to(held), bias_N).to(dtype)
 
 
@@ -198,7 +219,11 @@ def multiply_packed(
     so rows are padded to few numbers.
     """
     B, K = rows_BK.shape
-    step = 4 if B <= 32 else 8 if B <= PACKED_FOR_ROWS else 32
+    step = 32
+    if B <= 32:
+        step = 4
+    elif B <= PACKED_FOR_ROWS:
+        step = 8
     size = -(-B // step) * step
     padded_CK = rows_BK.contiguous()
     if size > B:
@@ -210,7 +235,7 @@ def multiply_packed(
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype that oneDNN multiplies in, for numbers of `dtype`; None: it does not."""
+    """Return the dtype that oneDNN multiplies `dtype` in; None if it cannot multiply it."""
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return None
     if dtype == torch.bfloat16:
@@ -227,14 +252,16 @@ class LinearLayer(NamedTuple):
 
 def _linear_layers(model: torch.nn.Module) -> dict[int, LinearLayer]:
     """Return a model's linear layers on a CPU by the `id` of their weights, each weight once."""
-    modules = (module for module in model.modules() if isinstance(module, torch.nn.Linear))
-    # A module may show another tensor at each access, as one does that is split over processes.
-    layers = [LinearLayer(module.weight, module.bias) for module in modules]
-    return {
-        id(layer.weight_NK): layer
-        for layer in layers
-        if layer.weight_NK.device.type == "cpu" and layer.weight_NK.dtype.is_floating_point
-    }
+    layers: dict[int, LinearLayer] = {}
+    for module in model.modules():
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        # A module may show another tensor at each access, as one does that is split over processes.
+        layer = LinearLayer(module.weight, module.bias)
+        weight_NK = layer.weight_NK
+        if weight_NK.device.type == "cpu" and weight_NK.dtype.is_floating_point:
+            layers[id(weight_NK)] = layer
+    return layers
 
 
 @cache
@@ -244,6 +271,9 @@ def has_kernel(dtype: torch.dtype) -> bool:
         return False
     try:
         kernel("multiply", dtype)
+    except UnprovedError:
+        # Which was logged.
+        return False
     except Exception as error:  # noqa: BLE001  a library computes the same
         _LOGGER.warning("products of few rows run without a kernel: %s", error_text(error))
         return False
@@ -255,7 +285,8 @@ class _ReplacedLinear(TorchFunctionMode):
 
     def __init__(self, weights: PackedLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self._weights, self._dtype = weights, dtype
+        self._weights = weights
+        self._dtype = dtype
         self._joined_inputs: tuple[torch.Tensor, int] | None = None
         self._joined_outputs: dict[int, torch.Tensor] = {}
 
@@ -304,7 +335,7 @@ class _ReplacedLinear(TorchFunctionMode):
             weights = [layer.weight_NK for layer in layers]
             outputs = torch.ops.cb_rollout.linear(rows, weights, biases)
             columns = outputs.split([weight_NK.shape[0] for weight_NK in weights], dim=1)
-            self._joined_inputs = inputs, inputs._version
+            self._joined_inputs = (inputs, inputs._version)
             self._joined_outputs = dict(zip(map(id, weights), columns, strict=True))
         # A caller may write to them, so they are returned once.
         return self._joined_outputs.pop(id(weight))

@@ -1,4 +1,4 @@
-"""Compile what lies between the products and the attentions of a traced graph, by inductor.
+"""Compile the operators between matrix products and attentions of a traced graph by inductor.
 
 A region is a run of operators that neither multiply matrices nor attend, as a residual sum and the
 norm after it. Layers have the same regions, and each is compiled once. Compiling the whole graph
@@ -51,27 +51,39 @@ LEAST_ARITHMETIC = 2
 def compile_regions(graph: fx.Graph) -> None:
     """Replace each region of a traced graph by a call of its compiled form, in place.
 
-    `packed_linear` computes the graph's linear layers. Raises what inductor raises.
+    `packed_linear` computes the graph's linear layers. Passes on inductor's exceptions.
     """
     _infer_numbers_of_rows(graph)
     inductor.propagate_fake_tensors(graph)
     compiled: dict[str, Callable[..., Any]] = {}
     for region in list(_regions(graph)):
-        members = set(region)
-        sources = (source for node in region for source in node.all_input_nodes)
-        inputs = list(dict.fromkeys(source for source in sources if source not in members))
-        outputs = [node for node in region if not members.issuperset(node.users)]
+        inputs = _inputs_of(region)
+        outputs = [node for node in region if not set(region).issuperset(node.users)]
         copied = _copied(region, inputs, outputs)
-        tensors = [node.meta["val"] for node in inputs]
-        types = [(str(x.dtype), str(x.shape), str(x.stride())) for x in tensors]
+        types: list[tuple[str, str, str]] = []
+        for node in inputs:
+            x = node.meta["val"]
+            types.append((str(x.dtype), str(x.shape), str(x.stride())))
         key = f"{copied.python_code('self').src} {types}"
         if key not in compiled:
             compiled[key] = inductor.compile_outputs(copied)
         _replace(graph, region, inputs, outputs, compiled[key])
 
 
+def _inputs_of(region: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the nodes that a region reads and does not compute, each once."""
+    members = set(region)
+    # A dict keeps their order.
+    inputs: dict[fx.Node, None] = {}
+    for node in region:
+        for source in node.all_input_nodes:
+            if source not in members:
+                inputs[source] = None
+    return list(inputs)
+
+
 def _infer_numbers_of_rows(graph: fx.Graph) -> None:
-    """Have reshapes infer the one size that depends on the number of rows, in place."""
+    """Make reshapes infer the size that depends on the number of rows, in place."""
     for node in graph.nodes:
         if node.target not in RESHAPES:
             continue
@@ -80,7 +92,7 @@ def _infer_numbers_of_rows(graph: fx.Graph) -> None:
         if len(unknown) == 1:
             known = list(node.meta["val"].shape)
             known[unknown[0]] = -1
-            node.args = source, known
+            node.args = (source, known)
     graph.eliminate_dead_code()
 
 
@@ -107,14 +119,15 @@ def _worthwhile(region: list[fx.Node]) -> Iterator[list[fx.Node]]:
             source = source.args[0]
         if source not in kept and not kept.issuperset(node.users):
             kept.remove(node)
-    if sum(node.target in ARITHMETIC for node in kept) >= LEAST_ARITHMETIC:
+    arithmetic = [node for node in kept if node.target in ARITHMETIC]
+    if len(arithmetic) >= LEAST_ARITHMETIC:
         yield [node for node in region if node in kept]
 
 
 def _copied(
     region: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> fx.Graph:
-    """Return a graph of a region, whose names do not depend on where it was found."""
+    """Return a region's graph, with names that do not depend on the region's position."""
     copied = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for number, node in enumerate(inputs):
@@ -138,8 +151,18 @@ def _replace(
     outputs: Sequence[fx.Node],
     compiled: Callable[..., Any],
 ) -> None:
+    """Call a function in place of a region's operators.
+
+    Args:
+        graph: the whole graph.
+        region: neighbours in it, in their order.
+        inputs: nodes that the region reads.
+        outputs: its nodes that others read.
+        compiled: takes the inputs, and returns the outputs.
+    """
     with graph.inserting_after(region[-1]):
-        call = last = graph.call_function(compiled, tuple(inputs))
+        call = graph.call_function(compiled, tuple(inputs))
+    last = call
     for number, node in enumerate(outputs):
         with graph.inserting_after(last):
             last = graph.call_function(operator.getitem, (call, number))

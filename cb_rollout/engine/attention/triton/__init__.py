@@ -1,1 +1,1 @@
-"""Attend over the pages by Triton kernels, on CUDA devices; imports Triton where it is used."""
+"""Attend over the pages with Triton kernels, on CUDA devices; Triton is imported on first use."""

@@ -1,16 +1,16 @@
-"""Define the Triton kernels of a decode step: one new token a row, over paged keys.
+"""Define the Triton kernels of a decode step: one new token per row, over paged keys.
 
 `write_kernel` writes new keys and values into their pages. `attend_kernel` attends over stretches
-of keys (flash decoding: partial outputs and the log-sum-exp of each). `join_kernel` joins the
-partial outputs. A stretch is a part of a row's own keys, or of a prompt that several rows share;
-their queries are then packed into one tile, which reads the prompt once. `cut_kernel` cuts the keys
-into stretches. `grouped_product_kernel` multiplies the tokens of each expert by its weight.
+of keys (flash decoding: a partial output and its log-sum-exp). `join_kernel` joins the partial
+outputs. A stretch is a part of a row's own keys, or of a prompt that several rows share. The
+queries of such rows are packed into one tile, which reads the prompt once. `cut_kernel` cuts the
+keys into stretches. `grouped_product_kernel` multiplies the tokens of each expert by its weight.
 `move_states_kernel` copies recurrent states out of their tables and into them.
 
 The kernels find pages and block table through addresses in device memory, not as arguments, so a
-captured CUDA graph stays valid when the cache grows or is allocated anew. `header` holds the block
-table's address and width, `layer_addresses` the addresses of a layer's pages of keys and of values.
-None stands for what a step does not have: shared prompts, a window, a soft cap, sinks, stretches.
+captured CUDA graph stays valid when the cache grows or is reallocated. `header` holds the block
+table's address and width, `layer_addresses` the addresses of a layer's key and value pages. None
+stands for inputs that a step does not have: shared prompts, a window, a soft cap, sinks, stretches.
 """
 
 import triton
@@ -30,7 +30,27 @@ def write_kernel(
     VALUE_SIZE: tl.constexpr, KEY_TYPE: tl.constexpr, VALUE_TYPE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write one row's newest key and value."""
+    """Write one row's newest key and value.
+
+    Args:
+        new_keys: `[rows, key heads, size]`, of these strides; the last one is 1.
+        new_values: likewise.
+        header: int64; see above, as `layer_addresses`.
+        layer_addresses: int64.
+        table_rows: int32 `[rows]`: each row's index into the block table.
+        lengths: int32 `[rows]`: each row's tokens, the new one included; 0: an empty row.
+        key_row_stride: in numbers, as all strides here.
+        key_head_stride: of `new_keys`.
+        value_row_stride: of `new_values`.
+        value_head_stride: of `new_values`.
+        BLOCK_SIZE: tokens of a block.
+        NUM_KEY_HEADS: of keys and values.
+        KEY_SIZE: numbers of a head's key.
+        VALUE_SIZE: numbers of a head's value.
+        KEY_TYPE: of the pages of keys.
+        VALUE_TYPE: of the pages of values.
+        WIDTH: a power of two, no less than the numbers of a token's keys or values.
+    """
     row = tl.program_id(0)
     length = tl.load(lengths + row)
     if length > 0:
@@ -55,7 +75,7 @@ def write_kernel(
 
 @triton.jit
 def stretch_of(num_keys, num_stretches, least, interval):
-    """Return the keys of a stretch: a multiple of `interval`, and no fewer than `least`."""
+    """Return the number of keys in a stretch: a multiple of `interval`, at least `least`."""
     stretch = (num_keys + num_stretches - 1) // num_stretches
     stretch = tl.maximum(stretch, least)
     return (stretch + interval - 1) // interval * interval
@@ -63,7 +83,15 @@ def stretch_of(num_keys, num_stretches, least, interval):
 
 @triton.jit
 def list_items(items, num_items, counts, units, WIDTH: tl.constexpr):
-    """Write `counts` items of each unit, and -1 behind the last."""
+    """Write `counts` items for each unit, and -1 after the last.
+
+    Args:
+        items: int32 `[num_items]`, to write.
+        num_items: its size.
+        counts: a block of int32: stretches of each unit.
+        units: a block of int32: rows or tiles.
+        WIDTH: a power of two, no less than `num_items`.
+    """
     total = tl.sum(counts, 0)
     places = tl.arange(0, WIDTH)
     none = tl.full([WIDTH], -1, tl.int32)
@@ -88,7 +116,31 @@ def cut_kernel(
     ROWS_WIDTH: tl.constexpr, TILES_WIDTH: tl.constexpr, OWN_WIDTH: tl.constexpr,
     SHARED_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Cut all keys of a step: one program."""
+    """Cut all keys of a step: one program.
+
+    Args:
+        lengths: int32 `[num_rows]`: each row's tokens; 0: an empty row.
+        shared: int32 `[num_rows]`: leading tokens that a tile reads; None: no tiles.
+        first_rows: int32 `[num_tiles]`: first row of each tile.
+        row_counts: int32 `[num_tiles]`: rows of each tile; 0: an empty tile.
+        sizes: int32 `[2]`, to write: keys of a stretch of own keys, and of shared prompts.
+        own_items: int32 `[num_own_items]`, to write: items of rows.
+        shared_items: int32 `[num_shared_items]`, to write: items of tiles.
+        first_parts: int32 `[num_rows + 1]`, to write: each row's first part, and the last's end.
+        own_counts: int32 `[num_rows]`, to write: parts of each row's own keys.
+        num_rows: rows.
+        num_tiles: tiles.
+        num_own_items: most stretches of own keys.
+        num_shared_items: most stretches of shared prompts.
+        num_stretches: stretches that all keys are cut into, beside one for each row or tile.
+        least: fewest keys of a stretch that is not the last.
+        interval: keys of a stretch are a multiple of this.
+        window: newest tokens that are seen; None: all.
+        ROWS_WIDTH: a power of two, no less than `num_rows`.
+        TILES_WIDTH: likewise of `num_tiles`.
+        OWN_WIDTH: likewise of `num_own_items`.
+        SHARED_WIDTH: likewise of `num_shared_items`.
+    """
     rows = tl.arange(0, ROWS_WIDTH)
     is_row = rows < num_rows
     own = tl.load(lengths + rows, mask=is_row, other=0)
@@ -110,7 +162,7 @@ def cut_kernel(
         firsts = tl.load(first_rows + tiles, mask=tile_rows > 0, other=0)
         tile_keys = tl.load(shared + firsts, mask=tile_rows > 0, other=0)
         if window is not None:
-            # Rows are longer than what they share, so no more of it can be seen.
+            # Rows are longer than the prompt that they share, so they see at most a window of it.
             tile_keys = tl.minimum(tile_keys, window)
             prompts = tl.minimum(prompts, window)
         shared_stretch = stretch_of(tl.sum(tile_keys, 0), num_stretches, least, interval)
@@ -125,7 +177,7 @@ def cut_kernel(
 
 @triton.jit
 def item_of(items, IS_WHOLE: tl.constexpr):
-    """Return the program's row or tile, the number of its stretch, and whether there is one."""
+    """Return the program's row or tile, its stretch's number, and whether it has a stretch."""
     unit = tl.program_id(0)
     split = 0
     is_item = unit >= 0
@@ -139,7 +191,17 @@ def item_of(items, IS_WHOLE: tl.constexpr):
 
 @triton.jit
 def stretch_at(begin, end, split, is_item, sizes, IS_WHOLE: tl.constexpr, IS_SHARED: tl.constexpr):
-    """Return the first key of a stretch, and the key after its last."""
+    """Return the first key of a stretch, and the key after its last.
+
+    Args:
+        begin: first key of the row or tile.
+        end: the key after its last.
+        split: the stretch's number in it.
+        is_item: whether there is such a stretch.
+        sizes: int32 `[2]`: keys of a stretch of own keys, and of shared prompts.
+        IS_WHOLE: whether nothing is cut.
+        IS_SHARED: whether it is a stretch of a shared prompt.
+    """
     start = begin
     stop = end
     if not IS_WHOLE:
@@ -165,7 +227,44 @@ def attend_kernel(
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one stretch of keys of one key head; without `items`, over all keys of a row."""
+    """Attend over one stretch of one key head's keys; without `items`, over all keys of a row.
+
+    Args:
+        queries: `[rows, heads, KEY_SIZE]`, of these strides; the last one is 1.
+        outputs: `[rows, heads, VALUE_SIZE]`, to write where nothing is cut.
+        partials: float32 `[parts, heads, VALUE_SIZE]`, to write: outputs of stretches.
+        sums: float32 `[parts, heads]`, to write: their log-sum-exp, base 2.
+        header: int64; see above, as `layer_addresses`.
+        layer_addresses: int64.
+        table_rows: int32 `[rows]`: each row's index into the block table.
+        lengths: int32 `[rows]`: each row's tokens.
+        shared: as of `cut_kernel`, as are `first_rows` and `row_counts`.
+        first_rows: int32.
+        row_counts: int32.
+        sinks: `[heads]`: scores that give no value; None: none.
+        query_row_stride: in numbers.
+        query_head_stride: in numbers.
+        items: int32: the stretches, as `cut_kernel` lists them; None: nothing is cut.
+        sizes: as of `cut_kernel`, as are `first_parts` and `own_counts`.
+        first_parts: int32.
+        own_counts: int32.
+        scale: multiplies the scores.
+        softcap: bounds the scores; None: nothing does.
+        window: newest tokens that are seen; None: all.
+        BLOCK_SIZE: tokens of a block.
+        NUM_HEADS: of queries.
+        NUM_KEY_HEADS: of keys and values.
+        KEY_SIZE: numbers of a head's key.
+        VALUE_SIZE: numbers of a head's value.
+        KEY_TYPE: of the pages of keys.
+        VALUE_TYPE: of the pages of values.
+        IS_INTERPRETED: whether Triton's interpreter runs it.
+        IS_SHARED: whether the items are of tiles.
+        TILE_ROWS: queries of a program.
+        TILE_KEYS: keys read at a time.
+        KEY_WIDTH: a power of two, no less than `KEY_SIZE`.
+        VALUE_WIDTH: likewise of `VALUE_SIZE`.
+    """
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     IS_WHOLE: tl.constexpr = items is None
     # Triton 3.9's interpreter multiplies the bits of bfloat16 as integers.
@@ -287,7 +386,21 @@ def join_kernel(
     NUM_HEADS: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr,
     PARTS: tl.constexpr, HEADS_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Join the partial outputs of one row and key head, weighted by their shares of the softmax."""
+    """Join the partial outputs of one row and key head, weighted by their shares of the softmax.
+
+    Args:
+        outputs: `[rows, heads, VALUE_SIZE]`, to write.
+        partials: as of `attend_kernel`, as are `sums`, `first_parts` and `sinks`.
+        sums: float32.
+        first_parts: int32.
+        sinks: a score for each head; None: none.
+        NUM_HEADS: of queries.
+        NUM_KEY_HEADS: of keys.
+        VALUE_SIZE: numbers of a head's value.
+        PARTS: parts read at a time.
+        HEADS_WIDTH: a power of two, no less than the heads of a key head.
+        VALUE_WIDTH: a power of two, no less than `VALUE_SIZE`.
+    """
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     row = tl.program_id(0)
     begin = tl.load(first_parts + row)
@@ -335,7 +448,27 @@ def grouped_product_kernel(
     IS_INTERPRETED: tl.constexpr, PRECISION: tl.constexpr, GROUPS_WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_SIZE: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of one group's rows; programs beyond the last tile do nothing."""
+    """Compute one tile of one group's rows; programs after the last tile do nothing.
+
+    Args:
+        rows: `[rows, size]`; the rows of a group are neighbours.
+        weights: `[groups, size, columns]`.
+        ends: int32 `[groups]`: the row after each group's last.
+        outputs: `[rows, columns]`, to write.
+        num_groups: groups.
+        size: numbers of a row.
+        num_columns: numbers of a result.
+        row_stride: of `rows`, in numbers.
+        group_stride: of `weights`, as are `size_stride` and `column_stride`.
+        size_stride: in numbers.
+        column_stride: in numbers.
+        IS_INTERPRETED: whether Triton's interpreter runs it.
+        PRECISION: "tf32" or "ieee".
+        GROUPS_WIDTH: a power of two, no less than `num_groups`.
+        TILE_ROWS: rows of a program.
+        TILE_SIZE: numbers of a row that are read at a time.
+        TILE_COLUMNS: columns of a program.
+    """
     tile = tl.program_id(0)
     groups = tl.arange(0, GROUPS_WIDTH)
     is_group = groups < num_groups
@@ -384,7 +517,18 @@ def move_states_kernel(
     rows, table_address, table_rows, lengths, size,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, IS_LOADED: tl.constexpr,
 ):  # fmt: skip
-    """Copy a chunk of a row's state out of the table, or into it; an empty row gets zeros."""
+    """Copy a chunk of a row's state from the table or into it; an empty row gets zeros.
+
+    Args:
+        rows: `[rows, size]`: to write if `IS_LOADED`, else to read.
+        table_address: int64: where the table of this state lies.
+        table_rows: int32 `[rows]`: each row's index into the table.
+        lengths: int32 `[rows]`: each row's tokens; 0: an empty row.
+        size: numbers of a state.
+        TYPE: whole numbers of as many bytes as the state's numbers.
+        CHUNK: numbers that a program copies.
+        IS_LOADED: whether states are copied out of the table.
+    """
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     own = rows + row * size + places

@@ -3,7 +3,7 @@
 A row is a prompt and a completion: with tools, sampled spans, each the end of one request's output,
 between tool results. The forward replays the experts and the sampling masks of a rollout: "Keep
 Routing" and "Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's forward never has the logits that
-a mask needs, so the model's is run instead. The trainer's thread alone reads and writes this.
+a mask needs, so the model's is run instead. Only the trainer's thread reads and writes this.
 
 B: rows of a batch, S: prompt and completion, T: tokens of a completion, V: vocabulary, N: B x T, L:
 routers, K: experts of a token.
@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.config.combinations import refused
 from cb_rollout.engine.attention.shared_prefix import num_common
+from cb_rollout.engine.model.facts import ModelFacts
 from cb_rollout.engine.model.routers import Disagreement, Routers, joined_routes
 from cb_rollout.engine.sampling.mask import masked_logprobs
 from cb_rollout.integrations.trl.images import COUNTS, image_arguments, of_rows
-from cb_rollout.packing.batch import PackedRow
+from cb_rollout.packing.rows import PackedRow
 from cb_rollout.types import FinishReason, GenerationOutput
 
 Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -50,7 +50,7 @@ class LossRow:
     """One sequence of the trainer's batch, from its generation to its loss."""
 
     id: int
-    """No other row of the run, on any process, has it; `UNKNOWN_ID`: its origin is not known."""
+    """Unique in the run, over all processes; `UNKNOWN_ID`: the row's origin is not known."""
     prompt_ids: list[int]
     completion_ids: list[int]
     is_sampled: list[bool]
@@ -60,7 +60,7 @@ class LossRow:
     versions: list[int | None]
     """The policy version of each completion token; None where it is not known."""
     request_id: str | None = None
-    """Of its last request; None: the attached generator did not sample it."""
+    """Finish reason of its last request; None: the attached generator did not sample it."""
     finish_reason: FinishReason | None = None
     is_stopped: bool = False
     """True: its last token was sampled here and finished the request with STOP."""
@@ -71,7 +71,7 @@ class LossRow:
 
     @classmethod
     def unknown(cls, prompt_ids: list[int], completion_ids: list[int]) -> "LossRow":
-        """Return a record of tokens alone."""
+        """Return a record with only the tokens."""
         return cls(
             UNKNOWN_ID,
             prompt_ids,
@@ -85,18 +85,21 @@ class LossRow:
         """Return the record of the first tokens of the completion."""
         if num_tokens == len(self.completion_ids):
             return self
-        masks, routes = self.sampling_mask, self.routes
-        return replace(
+        row = replace(
             self,
             completion_ids=self.completion_ids[:num_tokens],
             is_sampled=self.is_sampled[:num_tokens],
-            logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
             versions=self.versions[:num_tokens],
             finish_reason=None,
             is_stopped=False,
-            sampling_mask=None if masks is None else masks[:num_tokens],
-            routes=None if routes is None else routes[: len(self.prompt_ids) + num_tokens],
         )
+        if self.logprobs is not None:
+            row = replace(row, logprobs=self.logprobs[:num_tokens])
+        if self.sampling_mask is not None:
+            row = replace(row, sampling_mask=self.sampling_mask[:num_tokens])
+        if self.routes is not None:
+            row = replace(row, routes=self.routes[: len(self.prompt_ids) + num_tokens])
+        return row
 
     def was_sampled_by(self, version: int) -> bool:
         """Return whether this policy version sampled a token of the row, or no token has a version.
@@ -105,7 +108,7 @@ class LossRow:
         """
         if self.id == UNKNOWN_ID:
             return False
-        sampled_versions = {own for own in self.versions if own is not None}
+        sampled_versions = {other for other in self.versions if other is not None}
         return not sampled_versions or version in sampled_versions
 
     @property
@@ -115,9 +118,14 @@ class LossRow:
     @property
     def turns(self) -> list[range]:
         """Return the completion tokens of each turn that was sampled."""
-        runs = groupby(range(len(self.is_sampled)), self.is_sampled.__getitem__)
-        turns = [list(positions) for is_sampled, positions in runs if is_sampled]
-        return [range(turn[0], turn[-1] + 1) for turn in turns]
+        turns = []
+        start = 0
+        for is_sampled, run in groupby(self.is_sampled):
+            end = start + len(list(run))
+            if is_sampled:
+                turns.append(range(start, end))
+            start = end
+        return turns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,14 +175,18 @@ class LossBatch:
         return any(row.routes is not None for row in self.rows)
 
     def at(self, numbers: Sequence[int], batch_size: int | None) -> "LossBatch":
+        """Return the rows at `numbers`, of which one forward of the trainer has `batch_size`."""
         numbers = list(numbers)
+        rows: Sequence[LossRow] = ()
+        if self.rows:
+            rows = [self.rows[number] for number in numbers]
         return replace(
             self,
             input_ids=self.input_ids[numbers],
             attention_mask=self.attention_mask[numbers],
             batch_size=batch_size,
             settings=of_rows(self.settings, numbers),
-            rows=[self.rows[number] for number in numbers] if self.rows else (),
+            rows=rows,
             advantages=None,
         )
 
@@ -195,36 +207,54 @@ class LossBatch:
         return is_sampled_BT.to(self.input_ids.device) & (self.completion_mask > 0)
 
     def unpadded(self) -> list[PackedRow] | None:
-        """Return the rows without padding; None: some padding is not at the two ends.
+        """Return the rows without padding; None: there is padding between tokens.
 
-        The mask decides, not the records: TRL masks truncated completions after they are generated.
+        The batch's mask decides, not the records, because TRL masks truncated completions later.
         """
-        first, T = self.input_ids.shape[1] - self.logits_to_keep, self.logits_to_keep
-        prompt_mask_BP, mask_BT = self.attention_mask[:, :first] > 0, self.completion_mask > 0
-        prompts_B, completions_B = prompt_mask_BP.sum(1), mask_BT.sum(1)
-        at_P, at_T = (torch.arange(n, device=self.input_ids.device) for n in (first, T))
-        is_plain = (prompt_mask_BP == (at_P >= first - prompts_B[:, None])).all()
-        is_plain &= (mask_BT == (at_T < completions_B[:, None])).all() & (prompts_B > 0).all()
+        device = self.input_ids.device
+        P = self.input_ids.shape[1] - self.logits_to_keep
+        prompt_mask_BP = self.attention_mask[:, :P] > 0
+        prompt_lengths_B = prompt_mask_BP.sum(1)
+        left_padded_BP = torch.arange(P, device=device) >= P - prompt_lengths_B[:, None]
+
+        completion_mask_BT = self.completion_mask > 0
+        completion_lengths_B = completion_mask_BT.sum(1)
+        columns_T = torch.arange(self.logits_to_keep, device=device)
+        right_padded_BT = columns_T < completion_lengths_B[:, None]
+
+        # One wait for the device.
+        is_plain = (prompt_mask_BP == left_padded_BP).all()
+        is_plain &= (completion_mask_BT == right_padded_BT).all()
+        is_plain &= (prompt_lengths_B > 0).all()
         if not is_plain:
             return None
-        lengths = zip(prompts_B.tolist(), completions_B.tolist(), strict=True)
-        records = self.rows or [None] * len(self.input_ids)
-        return [
-            PackedRow(
-                ids[first - before : first],
-                ids[first : first + after],
-                record and record.routes,
-                sampling_mask=record and record.sampling_mask,
+        rows = []
+        prompt_lengths = prompt_lengths_B.tolist()
+        completion_lengths = completion_lengths_B.tolist()
+        for number, ids in enumerate(self.input_ids.tolist()):
+            row = PackedRow(
+                prompt_ids=ids[P - prompt_lengths[number] : P],
+                completion_ids=ids[P : P + completion_lengths[number]],
             )
-            for ids, (before, after), record in zip(
-                self.input_ids.tolist(), lengths, records, strict=True
-            )
-        ]
+            if self.rows:
+                record = self.rows[number]
+                row = row._replace(routes=record.routes, sampling_mask=record.sampling_mask)
+            rows.append(row)
+        return rows
 
 
-# A run of sampled tokens: the index of its first token in the completion, its number of tokens, at
-# most the output's, since the trainer may cut the end off; and the output.
-Span = tuple[int, int, GenerationOutput]
+class SampledSpan(NamedTuple):
+    """A run of a completion's tokens that the engine sampled for one request."""
+
+    start: int
+    """Index of its first token in the completion."""
+    num_tokens: int
+    """At most the output's length: the trainer may cut off the end."""
+    output: GenerationOutput
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 def loss_rows(
@@ -235,77 +265,129 @@ def loss_rows(
     is_in_order: bool,
     replays: bool = False,
 ) -> list[LossRow]:
-    """Return the rows that a trainer's `_generate` returned, by all outputs of its rollout.
+    """Return the records of the rows that a trainer's `_generate` returned.
 
-    GRPO returns prompt ids, completion ids, tool mask, completions, log-probabilities and more;
-    RLOO the first two and completions. `is_in_order`: output `n` is row `n`, if its tokens are.
-    `replays`: log-probabilities are taken over the sampling masks.
+    Args:
+        generated: what `_generate` returned. GRPO: prompt ids, completion ids, tool mask,
+            completions, log-probabilities and more; RLOO: the first two and completions.
+        outputs: all outputs of the engine in the rollout, in order.
+        ids: iterator of ids for new rows.
+        is_in_order: True if output `n` is row `n`, unless its tokens are others.
+        replays: True if log-probabilities are taken over the sampling masks.
     """
-    prompts, completions = generated[0], generated[1]
-    is_grpo = len(generated) > 3
-    masks = (generated[2] if is_grpo else None) or [[1] * len(ids) for ids in completions]
-    logprobs = generated[4] if is_grpo else None
+    returned = _Generated.of(generated)
     by_prompt: dict[tuple[int, ...], list[GenerationOutput]] = defaultdict(list)
     for output in outputs:
         by_prompt[tuple(output.prompt_ids)].append(output)
-    pairs = [(list(own), list(ids)) for own, ids in zip(prompts, completions, strict=True)]
     # A `_generate` of one's own may have changed the rows.
-    is_in_order = is_in_order and pairs == [(o.prompt_ids, o.generated_tokens) for o in outputs]
+    is_in_order = is_in_order and returned.are_tokens_of(outputs)
     rows = []
-    for index, ((prompt_ids, completion_ids), mask) in enumerate(zip(pairs, masks, strict=True)):
+    generated_rows = zip(returned.prompts, returned.completions, returned.masks, strict=True)
+    for index, (prompt_ids, completion_ids, mask) in enumerate(generated_rows):
         is_sampled = [bool(value) for value in mask]
         if is_in_order:
-            spans = [(0, len(completion_ids), outputs[index])]
+            spans = [SampledSpan(0, len(completion_ids), outputs[index])]
         else:
             spans = _matched_spans(prompt_ids, completion_ids, is_sampled, by_prompt)
-        values = None
-        if logprobs is not None:
-            # A rollout_func may say None, as vLLM's does, where it knows none.
-            values = [math.nan if value is None else value for value in logprobs[index]]
-        elif not is_grpo and spans:
-            values = spans[0][2].logprobs[: len(completion_ids)]
+        sampling_mask = None
+        if replays:
+            # A token that was not sampled is its own only id: its log-probability is 0 and has no
+            # gradient, and no loss counts it.
+            sampling_mask = [array("i", [token]) for token in completion_ids]
         row = LossRow(
             id=next(ids),
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,
             is_sampled=is_sampled,
-            logprobs=values,
+            logprobs=returned.logprobs_of(index, spans),
             versions=[None] * len(completion_ids),
-            # A token that was not sampled is its own only id: its log-probability is 0 and has no
-            # gradient, and no loss counts it.
-            sampling_mask=[array("i", [t]) for t in completion_ids] if replays else None,
+            sampling_mask=sampling_mask,
         )
         rows.append(_with_spans(row, spans))
     return rows
 
 
-def _with_spans(row: LossRow, spans: Sequence[Span]) -> LossRow:
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """The values that a trainer's `_generate` returned, of TRL 1.16."""
+
+    is_grpo: bool
+    """False: it is RLOO's."""
+    prompts: list[list[int]]
+    completions: list[list[int]]
+    masks: Sequence[Sequence[int]]
+    """One number for each completion token: 0 where a tool wrote it."""
+    logprobs: Sequence[Sequence[float | None]] | None
+    """One for each completion token; None: `_generate` returned none."""
+
+    @classmethod
+    def of(cls, generated: Sequence[Any]) -> "_Generated":
+        prompts = [list(prompt_ids) for prompt_ids in generated[0]]
+        completions = [list(completion_ids) for completion_ids in generated[1]]
+        masks = [[1] * len(completion_ids) for completion_ids in completions]
+        # RLOO's `_generate` returns three values.
+        is_grpo = len(generated) > 3
+        if not is_grpo:
+            return cls(is_grpo, prompts, completions, masks, logprobs=None)
+        tool_masks = generated[2]
+        return cls(is_grpo, prompts, completions, tool_masks or masks, logprobs=generated[4])
+
+    def are_tokens_of(self, outputs: Sequence[GenerationOutput]) -> bool:
+        """Return whether row `n` has the tokens of output `n`."""
+        prompts = [output.prompt_ids for output in outputs]
+        completions = [output.generated_tokens for output in outputs]
+        return self.prompts == prompts and self.completions == completions
+
+    def logprobs_of(self, index: int, spans: Sequence[SampledSpan]) -> list[float] | None:
+        """Return a row's log-probabilities, in nats, NaN where none is known; None: it has none."""
+        if self.logprobs is not None:
+            # A rollout_func may say None, as vLLM's does, where it knows none.
+            return [math.nan if value is None else value for value in self.logprobs[index]]
+        if self.is_grpo or not spans:
+            return None
+        return spans[0].output.logprobs[: len(self.completions[index])]
+
+
+def _with_spans(row: LossRow, spans: Sequence[SampledSpan]) -> LossRow:
+    """Return a row with the records of the requests that sampled it."""
     if not spans:
         return row
-    routes: list[Any] = []
-    num_routed = 0
-    # A token that a later turn computed again keeps the experts of the turn that sampled it.
-    for _, _, output in spans:
-        if output.routed_experts is None:
-            break
-        routes.append(output.routed_experts[num_routed:])
-        num_routed = max(num_routed, len(output.routed_experts))
-    for start, num_tokens, output in spans:
-        end = start + num_tokens
-        versions = [version for version, num in output.policy_versions for _ in range(num)]
-        row.versions[start:end] = versions[:num_tokens]
+    for span in spans:
+        output = span.output
+        versions: list[int] = []
+        for version, num_tokens in output.policy_versions:
+            versions += [version] * num_tokens
+        row.versions[span.start : span.end] = versions[: span.num_tokens]
         if row.sampling_mask is not None and output.kept_token_ids is not None:
-            row.sampling_mask[start:end] = output.kept_token_ids[:num_tokens]
-    start, num_tokens, last = spans[-1]
-    num_completion, num_row = len(row.completion_ids), len(row.prompt_ids + row.completion_ids)
-    is_whole = start + num_tokens == num_completion and num_tokens == len(last.generated_tokens)
+            row.sampling_mask[span.start : span.end] = output.kept_token_ids[: span.num_tokens]
+    last = spans[-1]
+    reaches_end = last.end == len(row.completion_ids)
+    is_whole = reaches_end and last.num_tokens == len(last.output.generated_tokens)
     return replace(
         row,
-        request_id=last.request_id,
-        finish_reason=last.finish_reason,
-        is_stopped=is_whole and last.finish_reason is FinishReason.STOP,
-        routes=np.concatenate(routes)[:num_row] if routes else None,
+        request_id=last.output.request_id,
+        finish_reason=last.output.finish_reason,
+        is_stopped=is_whole and last.output.finish_reason is FinishReason.STOP,
+        routes=_joined_routes_of(spans, len(row.prompt_ids) + len(row.completion_ids)),
     )
+
+
+def _joined_routes_of(spans: Sequence[SampledSpan], num_tokens: int) -> Any:
+    """Return the experts of a row's first tokens, `[tokens, L, K]`; None: not recorded.
+
+    A token that a later turn recomputed keeps the experts of the turn that sampled it.
+    """
+    routes: list[Any] = []
+    num_routed = 0
+    for span in spans:
+        experts = span.output.routed_experts
+        if experts is None:
+            break
+        routes.append(experts[num_routed:])
+        num_routed = max(num_routed, len(experts))
+    if not routes:
+        return None
+    return np.concatenate(routes)[:num_tokens]
 
 
 # TRL 1.16 gives no ids: a tool loop generates for the rows that are left and cuts their ends off,
@@ -315,31 +397,58 @@ def _matched_spans(
     completion_ids: Sequence[int],
     is_sampled: list[bool],
     by_prompt: dict[tuple[int, ...], list[GenerationOutput]],
-) -> list[Span]:
+) -> list[SampledSpan]:
     """Return the outputs of a completion, by their tokens; empty: an output is missing.
 
-    Rows with equal tokens and history take different requests, as long as there are any left. A
-    sampled span may go on, at any token, with an output whose prompt ends there: a branch.
+    Rows with equal tokens and history take different requests, as long as some are left. At any
+    token, a sampled span may continue with an output whose prompt ends there: a branch.
     """
-    spans = []
-    starts = [t for t, own in enumerate(is_sampled) if own and not (t and is_sampled[t - 1])]
-    for start in starts:
-        end = next((t for t in range(start, len(is_sampled)) if not is_sampled[t]), None)
-        while start < len(completion_ids[:end]):
-            part = list(completion_ids[start:end])
+    spans: list[SampledSpan] = []
+    start = 0
+    for sampled, run in groupby(is_sampled):
+        end = start + len(list(run))
+        # The trainer may cut a completion shorter than its mask.
+        end_of_tokens = min(end, len(completion_ids))
+        while sampled and start < end_of_tokens:
             history = (*prompt_ids, *completion_ids[:start])
-            candidates = by_prompt.get(history, [])
-            equal = [num_common([own.generated_tokens, part]) for own in candidates]
-            shared = range(max(equal, default=0), 0, -1)
-            forks = (n for n in shared if n == len(part) or (*history, *part[:n]) in by_prompt)
-            num_tokens = next(forks, 0)
-            if not num_tokens:
+            span = _span_from(start, completion_ids[start:end_of_tokens], history, by_prompt)
+            if span is None:
                 return []
-            number = next(n for n, count in enumerate(equal) if count >= num_tokens)
-            candidates.append(candidates.pop(number))
-            spans.append((start, num_tokens, candidates[-1]))
-            start += num_tokens
+            spans.append(span)
+            start = span.end
+        start = end
     return spans
+
+
+def _span_from(
+    start: int,
+    tokens: Sequence[int],
+    history: tuple[int, ...],
+    by_prompt: Mapping[tuple[int, ...], list[GenerationOutput]],
+) -> SampledSpan | None:
+    """Return the longest span of an output at the start of a sampled run, or None.
+
+    It ends at the end of the run, or at the end of another output's prompt. Its output moves to the
+    end of its list, so that another row with equal tokens takes another output.
+
+    Args:
+        start: index of the run's first token in the completion.
+        tokens: the run's tokens from `start` on.
+        history: tokens of the row before `start`.
+        by_prompt: outputs by their prompts.
+    """
+    candidates = by_prompt.get(history, [])
+    num_equal = [num_common([output.generated_tokens, tokens]) for output in candidates]
+    for num_tokens in range(max(num_equal, default=0), 0, -1):
+        is_whole_run = num_tokens == len(tokens)
+        if not is_whole_run and (*history, *tokens[:num_tokens]) not in by_prompt:
+            continue
+        for number, count in enumerate(num_equal):
+            if count >= num_tokens:
+                output = candidates.pop(number)
+                candidates.append(output)
+                return SampledSpan(start, num_tokens, output)
+    return None
 
 
 def require_sampled_here(rows: Sequence[LossRow], setting: str, other: str) -> None:
@@ -355,13 +464,13 @@ def require_records(
     setting: str,
     other: str,
 ) -> None:
-    """Refuse rows that are trained on without the record that a setting needs.
+    """Refuse trained rows without the record that a setting needs.
 
     Args:
         rows: all of a batch.
         num_trained: tokens of each row that the loss counts.
         num_earlier: rollouts before the latest whose records are kept.
-        setting: the one that needs records.
+        setting: the setting that needs records.
         other: the setting that needs none.
     """
     for number, row in enumerate(rows):
@@ -383,13 +492,14 @@ Forward = Callable[[Any, LossBatch], Result]
 
 
 class OwnForward:
-    """The forward that the trainer would run; other forwards are compared with it.
+    """The trainer's own forward, with which other forwards are compared.
 
-    Made before the trainer's method is replaced. `routers` None: they choose for themselves.
+    Create it before the trainer's method is replaced. `routers=None`: routers choose themselves.
     """
 
     def __init__(self, trainer: Any, routers: Routers | None) -> None:
-        self._trainer, self._routers = trainer, routers
+        self._trainer = trainer
+        self._routers = routers
         self._logprobs = trainer._get_per_token_logps_and_entropies
 
     def __call__(self, model: Any, batch: LossBatch) -> Result:
@@ -403,46 +513,56 @@ class OwnForward:
             part = batch.at(numbers.tolist(), None)
             with self._replaying(model, part):
                 results.append(forward(model, part))
-        logprobs, entropies, aux_losses = zip(*results, strict=True)
-        return (
-            torch.cat(logprobs),
-            None if entropies[0] is None else torch.cat(entropies),
-            None if aux_losses[0] is None else torch.stack(aux_losses).mean(),
-        )
+        return _joined_results(results)
 
     def plain(self, model: Any, batch: LossBatch) -> Result:
-        padded = batch.input_ids, batch.attention_mask, batch.logits_to_keep
-        return self._logprobs(model, *padded, batch.batch_size, **batch.settings)
+        """Run TRL's own method."""
+        return self._logprobs(
+            model,
+            batch.input_ids,
+            batch.attention_mask,
+            batch.logits_to_keep,
+            batch.batch_size,
+            **batch.settings,
+        )
 
     def _masked(self, model: Any, batch: LossBatch) -> Result:
+        """Run the model for its logits, and score each token over its sampling mask."""
         T = batch.logits_to_keep
-        images = image_arguments(batch.settings)
-        settings: dict[str, Any] = {n: v for n, v in images.items() if n not in COUNTS}
-        if "logits_to_keep" in hf_compat.forward_argument_names(hf_compat.unwrap(model)):
+        settings = image_arguments(batch.settings)
+        for name in COUNTS:
+            settings.pop(name, None)
+        if "logits_to_keep" in ModelFacts.of(model).argument_names:
             settings["logits_to_keep"] = T + 1
         if batch.has_aux_loss:
             settings["output_router_logits"] = True
-        ids, mask = batch.input_ids, batch.attention_mask
         with self._trainer.accelerator.autocast():
-            outputs = model(input_ids=ids, attention_mask=mask, use_cache=False, **settings)
-        logits_BTV, tokens_BT = outputs.logits[:, -T - 1 : -1], ids[:, -T:]
-        padded = [array("i", [token]) for token in tokens_BT.flatten().tolist()]
+            outputs = model(
+                input_ids=batch.input_ids,
+                attention_mask=batch.attention_mask,
+                use_cache=False,
+                **settings,
+            )
+        logits_BTV = outputs.logits[:, -T - 1 : -1]
+        tokens_BT = batch.input_ids[:, -T:]
+        kept_N = [array("i", [token]) for token in tokens_BT.flatten().tolist()]
         for number, row in enumerate(batch.rows):
-            kept = row.sampling_mask or ()
-            padded[number * T : number * T + len(kept)] = kept
-        scores = masked_logprobs(
+            kept_T = row.sampling_mask or ()
+            kept_N[number * T : number * T + len(kept_T)] = kept_T
+        logprobs_N, entropies_N = masked_logprobs(
             logits_BTV.reshape(-1, logits_BTV.shape[-1]),
             tokens_BT.flatten(),
-            padded,
+            kept_N,
             self._trainer.temperature,
         )
         is_padding_BT = batch.completion_mask == 0
-        logprobs_BT, entropies_BT = (
-            values_N.view_as(tokens_BT).masked_fill(is_padding_BT, 0) for values_N in scores
-        )
-        return logprobs_BT, entropies_BT, outputs.aux_loss if batch.has_aux_loss else None
+        logprobs_BT = logprobs_N.view_as(tokens_BT).masked_fill(is_padding_BT, 0)
+        entropies_BT = entropies_N.view_as(tokens_BT).masked_fill(is_padding_BT, 0)
+        aux_loss = outputs.aux_loss if batch.has_aux_loss else None
+        return logprobs_BT, entropies_BT, aux_loss
 
     def _replaying(self, model: Any, batch: LossBatch) -> AbstractContextManager[None]:
+        """Make the routers use the experts of the rows' rollout in a forward of the batch."""
         if self._routers is None or not batch.is_routed:
             return nullcontext()
         S = batch.input_ids.shape[1]
@@ -453,7 +573,27 @@ class OwnForward:
         ends = (batch.attention_mask * columns_S).amax(1).tolist()
         parts = []
         for row, padding, end in zip(batch.rows, paddings, ends, strict=True):
-            routes = None if row.routes is None else row.routes[: max(0, end - padding)]
+            routes = row.routes
+            if routes is not None:
+                routes = routes[: max(0, end - padding)]
             parts.append((routes, padding, S))
         routes_NLK = joined_routes(parts, batch.attention_mask.device)
-        return self._routers.replaying(hf_compat.unwrap(model), routes_NLK, batch.counts)
+        return self._routers.replaying(ModelFacts.of(model).module, routes_NLK, batch.counts)
+
+
+def _joined_results(results: Sequence[Result]) -> Result:
+    """Join the results of forwards over parts of the rows; average the router losses."""
+    logprobs = []
+    entropies = []
+    aux_losses = []
+    for logprobs_BT, entropies_BT, aux_loss in results:
+        logprobs.append(logprobs_BT)
+        if entropies_BT is not None:
+            entropies.append(entropies_BT)
+        if aux_loss is not None:
+            aux_losses.append(aux_loss)
+    return (
+        torch.cat(logprobs),
+        torch.cat(entropies) if entropies else None,
+        torch.stack(aux_losses).mean() if aux_losses else None,
+    )

@@ -1,6 +1,6 @@
 """Find the record of each row of a trainer's batch by the row's tokens.
 
-A trainer class of one's own may drop, sort, repeat or join rows after TRL has scored them, cut
+A user's trainer class may drop, sort, repeat or join rows after TRL has scored them, cut
 completions, or train again on rows of earlier rollouts. Row ids that went along with a batch are
 tried first, and hold only where the tokens are the record's. Called by the trainer, on its thread.
 
@@ -30,7 +30,10 @@ class _Tokens(NamedTuple):
     @property
     def num_completion_tokens(self) -> int:
         """Return the number of tokens up to the last that the mask keeps."""
-        return max((t + 1 for t, is_kept in enumerate(self.mask) if is_kept), default=0)
+        num_tokens = len(self.mask)
+        while num_tokens and not self.mask[num_tokens - 1]:
+            num_tokens -= 1
+        return num_tokens
 
     def cut(self, record: LossRow) -> LossRow | None:
         """Return a record up to the first token that is not the row's; None: another row's record.
@@ -40,7 +43,9 @@ class _Tokens(NamedTuple):
         if record.prompt_ids != self.prompt_ids:
             return None
         num_equal = num_common([record.completion_ids, self.completion_ids])
-        return None if any(self.mask[num_equal:]) else record.cut(num_equal)
+        if any(self.mask[num_equal:]):
+            return None
+        return record.cut(num_equal)
 
 
 class _Rollout:
@@ -118,7 +123,11 @@ class RowIndex:
         self, tokens: _Tokens, suggested: Sequence[Suggestions], num_taken: Counter[int]
     ) -> LossRow | None:
         """Return the record with the most tokens of a row, of those the least taken."""
-        records = {row.id: row for rows in suggested for row in rows if row is not None}
+        records: dict[int, LossRow] = {}
+        for suggestions in suggested:
+            for row in suggestions:
+                if row is not None:
+                    records[row.id] = row
         prompt = tuple(tokens.prompt_ids)
         for rollout in (self._latest, *self._earlier):
             for row in rollout.by_prompt.get(prompt, ()):
@@ -139,7 +148,7 @@ class RowIndex:
 
 
 def _first_with_tokens(tokens: _Tokens, records: Suggestions) -> LossRow | None:
-    """Return the first record of a row's tokens, cut to them; None: all are another row's."""
+    """Return the first record with a row's tokens, cut to them; None if other rows have all."""
     for record in records:
         if record is None:
             continue
@@ -151,7 +160,11 @@ def _first_with_tokens(tokens: _Tokens, records: Suggestions) -> LossRow | None:
 
 def _tokens_of(batch: LossBatch) -> Iterable[_Tokens]:
     first = batch.input_ids.shape[1] - batch.logits_to_keep
-    both = zip(batch.input_ids.tolist(), batch.attention_mask.tolist(), strict=True)
-    for ids, mask in both:
+    masks = batch.attention_mask.tolist()
+    for ids, mask in zip(batch.input_ids.tolist(), masks, strict=True):
         num_prompt_tokens = sum(map(bool, mask[:first]))
-        yield _Tokens(ids[first - num_prompt_tokens : first], ids[first:], mask[first:])
+        yield _Tokens(
+            prompt_ids=ids[first - num_prompt_tokens : first],
+            completion_ids=ids[first:],
+            mask=mask[first:],
+        )

@@ -1,7 +1,7 @@
 """Hand out a data set's rows in the order of the trainer's sampler, also ahead of the trainer.
 
-Owns the rows that one process still has to train in a pass over the data set, and what a checkpoint
-keeps of them. A strategy takes all its rows here; of the rows that the trainer's loader hands over,
+Owns the rows that one process still has to train on in a pass over the data set, and their state in
+a checkpoint. A strategy takes all its rows here; of the rows that the trainer's loader hands over,
 only the number counts. Submits nothing. Called by the trainer, on its thread.
 """
 
@@ -9,7 +9,7 @@ import itertools
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,7 +79,7 @@ class SamplerShare:
             self.next_batch()
 
     def skip(self, num_batches: int) -> None:
-        """Skip so many generations, across the ends of passes."""
+        """Skip this many generations, across the ends of passes."""
         for _ in range(num_batches):
             if not self.next_batch():
                 self.first_batch()
@@ -94,8 +94,9 @@ class SamplerShare:
         batch = self.next_batch()
         if not batch:
             raise ConfigurationError(
-                f"the sampler of {self._num_rows} rows gives no generation of {self.num_prompts} "
-                "prompts; lower generation_batch_size, or give the trainer more rows."
+                f"the data set's {self._num_rows} rows are too few for a generation of "
+                f"{self.num_prompts} prompts; lower generation_batch_size, or give the trainer "
+                "more rows."
             )
         return batch
 
@@ -114,14 +115,14 @@ class QueueState:
     trainer_step: int
     """TRL's count of forwards, by which it generates."""
     coming: list[int]
-    """Rows to hand out next, those that were in flight first."""
+    """Rows to hand out next; rows that were in flight come first."""
     cancelled: list[int]
-    """Rows that come again at the end of the pass."""
+    """Rows that are repeated at the end of the pass."""
 
 
 @dataclass(slots=True)
 class _Taken:
-    """A row that was handed out and is not trained yet."""
+    """A row that was handed out but not trained on yet."""
 
     index: int
     pass_number: int
@@ -132,7 +133,7 @@ class _Batch:
     """The trainer's current generation."""
 
     num_wanted: int = 0
-    """Groups that the strategy is asked for."""
+    """Number of groups requested from the strategy."""
     rows: list[int] = field(default_factory=list)
     """Rows that were scored for it."""
 
@@ -140,8 +141,9 @@ class _Batch:
 class RowQueue(Iterator[Prompt]):
     """The rows of one process, each once a pass, as an iterator of prompts.
 
-    It stops at the end of a pass while rows in flight suffice for the batch, and goes on later: so
-    what is sampled ahead never belongs to the next pass, and the last batch trains what is left.
+    At the end of a pass, it pauses as long as rows in flight suffice for the batch. So groups that
+    are sampled ahead never belong to the next pass, and the last batch trains on the remaining
+    rows.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -159,17 +161,21 @@ class RowQueue(Iterator[Prompt]):
     def __next__(self) -> Prompt:
         """Take a row, and return it as a collector's prompt."""
         index = self._next_index()
-        row = self._row(index)
-        ids, pictures = images.tokenized(self._trainer, row)
         ticket = next(self._tickets)
         self._taken[ticket] = _Taken(index, self._share.pass_number)
+        return self.prompt(ticket)
+
+    def prompt(self, ticket: int) -> Prompt:
+        """Return the prompt of a row that was taken but not trained on yet."""
+        row = self._row(self._taken[ticket].index)
+        ids, pictures = images.tokenized(self._trainer, row)
         prompt = {"prompt": ids, "row": row, "ticket": ticket}
         if pictures:
             prompt["images"] = pictures
         return prompt
 
     def take(self, num_rows: int) -> list[Example]:
-        """Take rows that are scored at once, over the end of a pass too."""
+        """Take rows to score at once, also across the end of a pass."""
         self._batch.num_wanted = num_rows
         indices = [self._next_index() for _ in range(num_rows)]
         self._batch.rows += indices
@@ -180,14 +186,15 @@ class RowQueue(Iterator[Prompt]):
         self._batch = _Batch()
 
     def expect(self, num_wanted: int, held: Sequence[Prompt]) -> None:
-        """Say how many groups are wanted next, and which prompts a collector holds."""
+        """Set the number of groups needed next, and the prompts that a collector holds."""
         self._batch.num_wanted = num_wanted
         self._take_back(held)
 
     def settle(self, complete: Sequence[Prompt], held: Sequence[Prompt]) -> None:
-        """Give up the rows of complete groups; rows that a collector does not hold come again.
+        """Release the rows of complete groups; repeat rows that the collector does not hold.
 
-        They come at the end of their pass, so that the batches before it have rows to choose from.
+        They are repeated at the end of their pass, so that earlier batches have rows to choose
+        from.
         """
         for prompt in complete:
             self._batch.rows.append(self._taken.pop(prompt["ticket"]).index)
@@ -220,13 +227,18 @@ class RowQueue(Iterator[Prompt]):
     def _row(self, index: int) -> Example:
         return self._trainer.train_dataset[index]
 
+    @property
+    def is_amid_generation(self) -> bool:
+        """True while the trainer has forwards left of its current generation."""
+        return self._trainer._step % self._share.num_repeats != 0
+
     def states(self) -> list[dict[str, Any]]:
         """Return the state of every process's queue, for a checkpoint; all processes call this."""
         trainer = self._trainer
         share = self._share
         coming = [taken.index for taken in self._taken.values()]
         coming += self._coming
-        if trainer._step % share.num_repeats:
+        if self.is_amid_generation:
             # The rest of this generation is lost, so a resumed run samples it again.
             coming = self._batch.rows + coming
         state = QueueState(
@@ -240,25 +252,40 @@ class RowQueue(Iterator[Prompt]):
         )
         return gather_object([asdict(state)])
 
-    def begin_training(self, global_step: int, saved: list[dict[str, Any]] | None) -> None:
+    def process_state(self) -> dict[str, Any]:
+        """Return the rows of this process's queue; rows of groups in flight are separate."""
+        taken = [[ticket, row.index, row.pass_number] for ticket, row in self._taken.items()]
+        return {"taken": taken, "coming": list(self._coming), "cancelled": list(self._cancelled)}
+
+    def begin_training(
+        self,
+        global_step: int,
+        saved: list[dict[str, Any]] | None,
+        own: Mapping[str, Any] | None = None,
+    ) -> bool:
         """Begin with the first pass, or where a checkpoint ended.
 
         Args:
-            global_step: of the checkpoint; 0 begins anew.
+            global_step: step of the checkpoint; 0: start from the beginning.
             saved: the checkpoint's `states()`; None: it was made without a strategy, and the queue
                 begins after the rows that the trainer has trained by then.
+            own: the checkpoint's `process_state()`, whose groups in flight continue; None: their
+                rows are handed out again.
+
+        Returns:
+            True if the rows of `own` in flight are taken.
         """
         args = self._trainer.args
         self._start()
         if not global_step or args.ignore_data_skip:
-            return
+            return False
         if saved is None:
             num_forwards = global_step * args.gradient_accumulation_steps
             self._share.skip(num_forwards // self._share.num_repeats)
-            return
-        self._resume([QueueState(**state) for state in saved])
+            return False
+        return self._resume([QueueState(**state) for state in saved], own)
 
-    def _resume(self, states: list[QueueState]) -> None:
+    def _resume(self, states: list[QueueState], own_rows: Mapping[str, Any] | None) -> bool:
         share = self._share
         first = states[0]
         # Generates when the run that was stopped would have.
@@ -269,19 +296,32 @@ class RowQueue(Iterator[Prompt]):
         has_same_processes = len(states) == share.num_processes
         if has_same_processes and share.num_prompts == first.num_prompts:
             own = states[self._trainer.accelerator.process_index]
+            if share.checksum == own.checksum and own_rows is not None:
+                self._go_on(own_rows)
+                return True
             if share.checksum == own.checksum:
                 self._coming.extend(own.coming)
                 self._cancelled.extend(own.cancelled)
-                return
+                return False
         if not self._trainer.accelerator.is_main_process:
-            return
+            return False
         num_waiting = sum(len(state.coming) + len(state.cancelled) for state in states)
         warnings.warn(
             f"the checkpoint's strategy had taken {num_before} rows of pass "
-            f"{first.pass_number + 1} from the sampler, {first.num_prompts} a generation for "
-            f"{len(states)} processes; now there are {share.num_prompts} for "
-            f"{share.num_processes}, or the sampler's order is another. The {num_waiting} rows "
-            "that waited then are left out of this pass, and others may be trained twice. To train "
-            "each row once, resume with the same processes, generation_batch_size, seed and data.",
+            f"{first.pass_number + 1} from the sampler, {first.num_prompts} per generation on "
+            f"{len(states)} processes; this run takes {share.num_prompts} on "
+            f"{share.num_processes}, or its sampler has another order. The {num_waiting} rows "
+            "that were waiting are skipped in this pass, and others may be trained twice. To "
+            "train each row once, resume with the same processes, generation_batch_size, seed and "
+            "data.",
             stacklevel=2,
         )
+        return False
+
+    def _go_on(self, own: Mapping[str, Any]) -> None:
+        """Continue with the rows of a `process_state`."""
+        for ticket, index, pass_number in own["taken"]:
+            self._taken[ticket] = _Taken(index, pass_number)
+        self._tickets = itertools.count(max(self._taken, default=-1) + 1)
+        self._coming.extend(own["coming"])
+        self._cancelled.extend(own["cancelled"])

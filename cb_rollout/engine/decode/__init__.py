@@ -1,0 +1,1 @@
+"""Hold the port `DecodePath`, the plain path, and what every step of an engine works on."""

@@ -1,0 +1,68 @@
+"""Compute log-probabilities by plain forwards, without a cache, on an engine that is paused.
+
+Changes nothing of the engine. Called by the thread that paused it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from cb_rollout.engine.core import Engine
+from cb_rollout.engine.memory import device as devices
+from cb_rollout.engine.model import runner
+from cb_rollout.engine.model.check import attempt
+from cb_rollout.engine.model.eval_mode import eval_mode
+from cb_rollout.engine.numerics.agreement import is_measurable
+from cb_rollout.engine.request import Request
+
+
+def recomputed_logprobs(engine: Engine, request: Request) -> list[float]:
+    """Return the log-probability of each sampled token, by one forward of the model that trains."""
+    trained = engine.training_model.module
+    with _plainly(engine), eval_mode(trained):
+        return runner.recomputed_logprobs(engine.runner, trained, request)
+
+
+def precise_logprobs(engine: Engine, request: Request) -> list[float] | None:
+    """Recompute the log-probabilities in float32 or float64; None if unsupported or too slow.
+
+    They are in float32 where the model computes in fewer bits, else in float64.
+    """
+    is_coarse = engine.runner.computes_coarsely
+    is_quick = is_coarse or is_measurable(engine.runner.model, request.num_tokens)
+    if not is_quick or engine.runner.is_bitwise or engine.runner.is_split:
+        return None
+    with engine.runner.computing_in(torch.float32 if is_coarse else torch.float64):
+        logprobs, _ = attempt(lambda: recomputed_logprobs(engine, request))
+    return logprobs
+
+
+def prompt_logprobs(
+    engine: Engine,
+    token_ids: list[int],
+    temperature: float,
+    num: int,
+    adapter: str | None = None,
+) -> list[dict[int, tuple[float, int]]]:
+    """Return the log-probability and rank of the `num` likeliest tokens in place of each.
+
+    Args:
+        engine: an engine that is paused.
+        token_ids: of a prompt.
+        temperature: divides the logits.
+        num: tokens in each place, beside the prompt's.
+        adapter: scores it alone, and was checked; None: the adapters that are active.
+
+    Returns:
+        For each token but the first, (log-probability, rank from 1) by token id.
+    """
+    with _plainly(engine), eval_mode(engine.model), engine.runner.under_adapter(adapter):
+        return runner.prompt_logprobs(engine.runner, token_ids, temperature, num)
+
+
+@contextmanager
+def _plainly(engine: Engine) -> Iterator[None]:
+    """Run forwards on the engine's device, without the calling thread's autocast."""
+    with devices.current(engine.device), devices.plain_modes(), engine.runner.numerics():
+        yield

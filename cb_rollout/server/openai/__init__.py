@@ -1,0 +1,1 @@
+"""Answers of the endpoints that generate, tool calls in them, and OpenAI's Responses API."""
