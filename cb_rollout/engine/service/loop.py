@@ -59,21 +59,19 @@ def _step_while_it_exists(
     reference: "weakref.ref[EngineLoop]", changed: threading.Condition
 ) -> None:
     """Step a loop until it ends, or until only this thread still refers to it."""
+    try:
+        _step_by_turns(reference, changed)
+    except BaseException as error:  # noqa: BLE001  reraised in waiting threads
+        # Without it the waiting threads would wait for ever.
+        if (loop := reference()) is not None:
+            loop.fail(error)
+
+
+def _step_by_turns(reference: "weakref.ref[EngineLoop]", changed: threading.Condition) -> None:
     # Each thread has its own number of torch's threads.
     thread_share = ThreadShare()
     try:
-        _step_by_turns(reference, changed, thread_share)
-    finally:
-        thread_share.restore()
-
-
-def _step_by_turns(
-    reference: "weakref.ref[EngineLoop]",
-    changed: threading.Condition,
-    thread_share: ThreadShare,
-) -> None:
-    while (loop := reference()) is not None:
-        try:
+        while (loop := reference()) is not None:
             with changed:
                 action = loop.begin_turn()
                 if action is NextAction.WAIT:
@@ -85,11 +83,8 @@ def _step_by_turns(
                 return
             loop.step(thread_share)
             del loop
-        except BaseException as error:  # noqa: BLE001  reraised in waiting threads
-            # Without it the waiting threads would wait for ever.
-            if (loop := reference()) is not None:
-                loop.fail(error)
-            return
+    finally:
+        thread_share.restore()
 
 
 def _with_groups_together(requests: Sequence[Request]) -> list[Request]:
