@@ -356,7 +356,8 @@ def _laid_out(
         if index + 1 < len(tree):
             num_shared_with_next = tree[index + 1].num_shared
         last_of_prompt = len(row.prompt_ids) - 1
-        # A score is shared where the token before it is.
+        # The token before a score may be shared with the row before or after, and then both may
+        # score the same token.
         num_in_others = max(num_shared, num_shared_with_next) - last_of_prompt
         packed_tokens = list(chain.from_iterable(path))
         scored.add(number, row, packed_tokens[last_of_prompt:], num_in_others)

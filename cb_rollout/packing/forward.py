@@ -61,7 +61,7 @@ def score_batches(
         model: a plain or wrapped model.
         batches: all of one layout.
         head: scores the tokens of a batch.
-        num_trained: the first batches that have gradients, if gradients are enabled.
+        num_trained: how many batches, the first ones, get gradients where they are enabled.
         recompute: recompute each batch in the backward pass, so that only one batch's activations
             are in memory at a time.
         routers: routers that replay the batches' routes; None: they choose themselves.

@@ -481,7 +481,7 @@ def _agreeing_layout(
         first = first_layout(packing_obstacle(inner))
         if first is PackingLayout.FORKED_STATES and not may_fork:
             first = PackingLayout.PADDED
-        for layout in (first, PackingLayout.PADDED):
+        for layout in dict.fromkeys((first, PackingLayout.PADDED)):
             difference = comparison.difference(layout)
             if difference is None:
                 return layout, reason

@@ -107,7 +107,7 @@ def cut_tree(
         return []
     if max_tokens is None:
         return [list(tree)]
-    # Of the first rows, from none to all.
+    # best[n] is the best last part if the tree had only its first n rows.
     best = [_LastPart(num_parts=0, num_recomputed=0, start=0)]
     for end in range(1, len(tree) + 1):
         best.append(_best_last_part(rows, tree, best, end, max_tokens))
@@ -202,13 +202,15 @@ def _forks(rows: Sequence[PackedRow], tree: Sequence[TreeRow]) -> list[_Fork]:
 
 
 def fork_examples(rows: Sequence[PackedRow]) -> list[list[PackedRow]]:
-    """Return rows whose forks have one token after their prompt, and rows whose forks have more.
+    """Return two sets of rows on which to compare the gradients of forked states.
 
-    Recurrent layers compute a single token differently than several, and a first batch may lack one
-    of the two cases. So the completions of `rows` are cut to two tokens, and lengthened to three
-    (the last token of a completion is not computed). The rows with the longest common prefixes come
-    first. Experts and sampling masks are left out. Rows with images are never forked, so they give
-    no examples.
+    Recurrent layers compute a single token differently than several, and a batch may lack one of
+    the two cases. So the forks of the first set compute one token after their prompt, and those of
+    the second two or more: the last token of a completion is not computed. Experts and sampling
+    masks are left out. Rows with images are never forked, so they give no examples.
+
+    Args:
+        rows: as `representative` returns them, the two with the longest common prefix first.
     """
     if any(row.images is not None for row in rows):
         return []

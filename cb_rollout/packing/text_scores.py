@@ -115,13 +115,7 @@ def _score_together(
 ) -> list[TextScores]:
     """Score texts of one adapter, under which forwards run; see `score_texts`."""
     runner = engine.runner
-    with (
-        torch.no_grad(),
-        devices.current(engine.device),
-        eval_mode(engine.model),
-        devices.plain_modes(),
-        runner.numerics(),
-    ):
+    with torch.no_grad(), runner.computing(), eval_mode(engine.model):
         if runner.is_split or runner.is_bitwise:
             return _plain(engine, texts, top_k)
         if all(len(text.token_ids) == 1 for text in texts):
@@ -129,7 +123,7 @@ def _score_together(
         rows = _rows(engine.model, texts)
         model = engine.model
         if _is_shared(engine):
-            # The layout that agreed for the model as its trainer calls it holds here too.
+            # As its trainer calls it, through its wrappers; so is the plain forward below.
             model = engine.training_model.module
         score = partial(_packed, model, rows, top_k, max_tokens)
         try:

@@ -296,7 +296,9 @@ class AttachedGenerator(SamplesByManager, RolloutGenerator):
     def packing_facts(self, model: torch.nn.Module) -> PackingFacts:
         """Return the layouts that the engine's check of the model found."""
         engine = self.manager.engine
-        return PackingFacts(engine.paged_model.layout.packing_obstacle, engine.image_checks.cuts)
+        return PackingFacts(
+            engine.paged_model.layout.packing_obstacle, engine.request_checks.images.cuts
+        )
 
     def require_strategy_support(self) -> None:
         """Do nothing: an engine samples what a strategy asks for."""

@@ -132,5 +132,5 @@ def test_images_run_in_16_bits_as_they_do_in_float32(model_type):
         config = RolloutConfig(seed=0, block_size=4)
         with RolloutGenerator(model.to(dtype), config, tokenizer=processor) as generator:
             generator.generate_batch([row], max_new_tokens=2)
-            found.append(generator.manager.engine.image_checks.cuts)
+            found.append(generator.manager.engine.request_checks.images.cuts)
     assert found[0] == found[1]

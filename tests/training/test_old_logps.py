@@ -371,3 +371,17 @@ def test_logits_of_16_bits_that_are_large_are_trusted(tmp_path):
     assert all(0 < value < 1 for value in differences), (
         "sampled against the loss, also once trusted"
     )
+
+
+def test_a_process_without_tokens_to_compare_follows_the_others(tmp_path, monkeypatch):
+    """As where all its completions are truncated, and masked."""
+    trainer = tiny_trainer(tmp_path)
+    with attach(trainer, RolloutConfig(old_logps="auto")):
+        guard = trainer._get_per_token_logps_and_entropies.__self__._guard
+        # The other process compared tokens, and they agreed.
+        of_other = iter([1.0, 0.0])
+        monkeypatch.setattr(
+            guard_module, "largest_of_all", lambda _accelerator, here: max(here, next(of_other))
+        )
+        guard._choose([], torch.tensor([1e-6]), None)
+        assert guard.is_trusted

@@ -4,7 +4,7 @@ Owns the paged cache and the policy version. Called by one thread at a time.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -15,10 +15,10 @@ from cb_rollout.config.enums import Numerics
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.engine.core.paged_model import PagedModel
 from cb_rollout.engine.core.planner import CachePlanner
+from cb_rollout.engine.core.request_checks import RequestChecks
 from cb_rollout.engine.cuda_graphs.qualification import qualified
 from cb_rollout.engine.decode.context import StepContext
 from cb_rollout.engine.executor import StepExecutor
-from cb_rollout.engine.images.check import ImageChecks
 from cb_rollout.engine.kv_cache.offloading import KVOffloader
 from cb_rollout.engine.kv_cache.storage import CacheStorage
 from cb_rollout.engine.memory import device as devices
@@ -90,10 +90,11 @@ class Engine:
             module, model, self.device, optimizer, config.training_reserve_gib
         )
         self.paged_model = PagedModel(self.runner, config)
-        self.image_checks = ImageChecks(self.runner)
-        self._checked_adapters: set[str] = set()
+        self.request_checks = RequestChecks(
+            self.paged_model, self.training_model, self.release_cache
+        )
         self._planner = CachePlanner(config, self.runner, self.training, self._all_reduce_min)
-        with devices.current(self.device), devices.plain_modes(), self.runner.numerics():
+        with self.runner.computing():
             self._probe()
         self._storage = CacheStorage(
             self.paged_model.layout, self.memory_plan, self.device, self._all_reduce_min
@@ -137,9 +138,7 @@ class Engine:
         """Check the model on pages, choose how decode steps run, and plan the memory."""
         paged_model = self.paged_model
         identity = paged_model.check(self.training_model)
-        # Anew for another layout: a later check may find more, or less.
-        self.image_checks.forget()
-        self._checked_adapters.clear()
+        self.request_checks.forget()
         self.runner.mixing.forget()
         paged_model.drop_decode_path()
         max_rows = self._planner.max_rows(paged_model.layout, paged_model.decode_path)
@@ -192,50 +191,9 @@ class Engine:
             host_kv_bytes=0 if self._offloader is None else self._offloader.num_bytes,
         )
 
-    def check_images(self, request: Request) -> None:
-        """Raise `ConfigurationError` if the model takes no images, or computes them differently."""
-        checks = self.image_checks
-        layout = self.paged_model.layout
-        with devices.current(self.device), devices.plain_modes(), self.runner.numerics():
-            try:
-                checks.check(request, layout)
-            except torch.OutOfMemoryError:
-                # Beside the cache there was no room; the next step allocates it again.
-                self.release_cache()
-                checks.check(request, layout)
-
-    def adapter_names(self) -> Sequence[str]:
-        """Return the names of the adapters that a sequence may be sampled with."""
-        return self.runner.adapters.names()
-
-    def unchecked_adapters(self, names: Iterable[str | None]) -> list[str]:
-        """Return the distinct adapters that `check_adapters` has not accepted yet."""
-        return sorted({name for name in names if name and name not in self._checked_adapters})
-
-    def check_adapters(self, names: Sequence[str]) -> bool:
-        """Prepare adapters, and compare each with the training model's forward.
-
-        Returns:
-            Whether their weights were read now, so that a new policy version must begin.
-
-        Raises:
-            ConfigurationError: an adapter cannot run, or computes something else.
-        """
-        with devices.current(self.device), devices.plain_modes(), self.runner.numerics():
-            try:
-                is_read = self.runner.adapters.prepare(names)
-            except torch.OutOfMemoryError:
-                # Beside the cache there was no room; the next step allocates it again.
-                self.release_cache()
-                is_read = self.runner.adapters.prepare(names)
-            for name in names:
-                self.training_model.check_adapter(name)
-        self._checked_adapters.update(names)
-        return is_read
-
     def add(self, request: Request) -> None:
         if request.images is not None:
-            request.images.may_be_cut = self.image_checks.may_cut(request.images)
+            request.images.may_be_cut = self.request_checks.images.may_cut(request.images)
         self._scheduler.add(request)
 
     def scheduled(self) -> list[Request]:
@@ -264,13 +222,12 @@ class Engine:
             self.training.stop_measuring(self._storage.num_bytes)
             if is_due:
                 self.training.settle()
-            with devices.current(self.device), devices.plain_modes(), self.runner.numerics():
+            with self.runner.computing():
                 self._plan_anew()
 
     def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
         self.policy_version = policy_version
-        # One that was deleted may come again under its name, as another adapter.
-        self._checked_adapters.intersection_update(self.adapter_names())
+        self.request_checks.forget_deleted_adapters()
         self.runner.packed_linear.forget()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
@@ -350,7 +307,7 @@ class Engine:
         On a CPU, steps are compiled if that pays off within `num_steps`.
         """
         if self.paged_model.is_changed:
-            with devices.current(self.device), devices.plain_modes(), self.runner.numerics():
+            with self.runner.computing():
                 self._plan_anew()
         self.paged_model.warm_up(num_steps)
 

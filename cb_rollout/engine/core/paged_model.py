@@ -172,12 +172,7 @@ class PagedModel:
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Run forwards on the model's device, without the calling thread's autocast."""
-        with (
-            devices.current(self.device),
-            devices.plain_modes(),
-            self.runner.numerics(),
-            eval_mode(self.runner.model),
-        ):
+        with self.runner.computing(), eval_mode(self.runner.model):
             yield
 
     def release_graphs(self) -> None:

@@ -85,7 +85,8 @@ def check_images(
     """
     _require_readable(runner, layout, images)
     text = text_rows(runner)[0]
-    # The prompt's own text, if it ends in any, stands for nothing but text.
+    # Two tokens that are no placeholders for sure: of the text after the prompt's last image, or
+    # of a prompt without images.
     following = prompt_ids[images.num_tokens :][-2:] or text[:2]
     row = [*prompt_ids, following[0], following[-1]]
     prompt = _PagedPrompt(runner, row, text, images)
@@ -262,7 +263,8 @@ class _PagedPrompt(NamedTuple):
         elif len(images.images) == 1:
             logits = self._text_logits(prompt[:num_first], 0, 0, pages)
         else:
-            # As another prompt would have left it, which has no more images.
+            # As a cached prefix has them: another prompt computed these tokens, and knew nothing
+            # of the last image.
             before = images.before(len(images.images) - 1)
             logits = self._prefilled(0, num_first, before, pages)
         self.runner.image_inputs.find_positions([(prompt, images)])

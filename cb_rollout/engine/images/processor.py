@@ -296,6 +296,7 @@ def _as_rgb(picture: Any) -> Any:
 
 
 def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
+    """Return what a processor makes of a text and its pictures; `index`: of the input."""
     # Not every processor refuses other numbers (LLaVA's in transformers 5.17).
     marker = getattr(processor, "image_token", None)
     num_markers = text.count(marker) if isinstance(marker, str) else 0
@@ -309,7 +310,7 @@ def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict
         try:
             return processor(text=[text], images=[given], return_tensors="pt")
         except IMAGE_FAULTS:
-            # Some take pages of one document in the inner list, and pictures in the outer one.
+            # Some read a nested list as the pages of one document, and a flat one as pictures.
             return processor(text=[text], images=given, return_tensors="pt")
 
     return _processed(call, pictures, index)
@@ -401,8 +402,8 @@ def _of_markers(pictures: list[Any], processor: Any, index: int) -> dict[str, to
 def _spans(token_ids: Sequence[int], known: frozenset[int], num_images: int) -> list[range]:
     """Return each run of placeholders, if there are as many as images, else one span of all.
 
-    Tiles may have a token between them, and neighbours none. Without placeholders the span is the
-    whole prompt.
+    The two numbers differ if a token separates the tiles of one image, or if two images adjoin.
+    Without placeholders the span is the whole prompt.
     """
     spans: list[range] = []
     for index, token_id in enumerate(token_ids):

@@ -141,7 +141,7 @@ class PromptImages:
         return tensors
 
     def before(self, number: int) -> "PromptImages":
-        """Return the images of the prompt's prefix that ends where image `index` begins."""
+        """Return the images of the prompt's prefix that ends where image `number` begins."""
         stop = self.images[number].tokens.start
         of_tokens = {name: tensor[:, :stop] for name, tensor in self.of_tokens.items()}
         return PromptImages(

@@ -139,6 +139,12 @@ class ModelRunner:
         """Return the context of forwards: `numerics="bitwise"` operators, or a null context."""
         return bitwise(self.model) if self.is_bitwise else nullcontext()
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Run forwards on the model's device, without the calling thread's autocast."""
+        with devices.current(self.device), devices.plain_modes(), self.numerics():
+            yield
+
     @property
     def batch_layout(self) -> BatchLayout:
         return self.execution.batch_layout

@@ -15,7 +15,6 @@ from cb_rollout.compat.module_state import (
     with_wrappers_adapter,
 )
 from cb_rollout.compat.transformers import unwrap
-from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model.runner import ModelRunner
 from cb_rollout.engine.model.trained_check import check_trained_model, wrapper_state
 
@@ -86,12 +85,7 @@ class TrainingModel:
         state = wrapper_state(self.module)
         if state == self._checked_wrappers:
             return
-        with (
-            devices.current(self._runner.device),
-            devices.plain_modes(),
-            self._runner.numerics(),
-            self.with_moved_adapters(),
-        ):
+        with self._runner.computing(), self.with_moved_adapters():
             self.check()
         self._checked_wrappers = state
 

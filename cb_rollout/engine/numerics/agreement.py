@@ -111,8 +111,8 @@ def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
 def rounding_noise(expected: Values, other: Values | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the noise of a computation at each position, `[P]`, float64.
 
-    A position that is exact by chance gets the noise of the median position. Noise above the square
-    root of a rounding error is not rounding: it is clipped there, so that it cannot hide a fault.
+    A position that is exact by chance gets the noise of the median position. Noise above sqrt(eps)
+    of a value's size is not rounding: it is clipped there, so that it cannot hide a fault.
 
     Args:
         expected: the values, computed in `dtype`.
@@ -133,7 +133,7 @@ def rounding_noise(expected: Values, other: Values | None, dtype: torch.dtype) -
         return rounding_P * num_roundings
     noise_P = _root_mean_squares(_distances(expected, other, unknown=0.0))
     noise_P = noise_P.clamp(min=noise_P.median().item())
-    largest_P = rounding_P / ROUNDING / math.sqrt(eps)
+    largest_P = math.sqrt(eps) * sizes_P
     return noise_P.minimum(largest_P).maximum(rounding_P)
 
 

@@ -195,7 +195,8 @@ def kernel(name: str, dtype: torch.dtype, **sizes: int) -> Callable[..., Any]:
     """
     library = inductor.compile_library(
         source_of(name, dtype, sizes),
-        # Results of the others must not depend on the loop that computed them.
+        # Compilers fuse products with sums in some loops only. The other kernels must give a row
+        # the same bits in each of them.
         contracts=name == "attend",
         approve=partial(_approve, name, dtype, sizes),
     )

@@ -242,15 +242,17 @@ def sample(
 
     reported_BV = processed.logits_BV
     normalizers_B = distribution.normalizers_B
-    is_valid_B = normalizers_B.isfinite()
+    has_distribution_B = normalizers_B.isfinite()
+    is_valid_B = has_distribution_B
     is_possible_B = None
     if processed.logits_BV is not policy_BV:
         policy_normalizers_B = exponentials(policy_BV).normalizers_B
+        is_model_finite_B = policy_normalizers_B.isfinite()
         if processed_BV is None:
-            is_valid_B = is_valid_B & policy_normalizers_B.isfinite()
+            is_valid_B = has_distribution_B & is_model_finite_B
         else:
-            is_possible_B = is_valid_B
-            is_valid_B = policy_normalizers_B.isfinite()
+            is_possible_B = has_distribution_B
+            is_valid_B = is_model_finite_B
         if mode != LogprobsMode.PROCESSED:
             reported_BV = policy_BV
             normalizers_B = policy_normalizers_B

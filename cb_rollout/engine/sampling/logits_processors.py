@@ -99,6 +99,7 @@ class _Rows:
 
 
 def _create_never_sampled(rows: _Rows, never_sampled: Sequence[int]) -> Change | None:
+    """Exclude tokens from rows whose `logit_bias` does not name them; biases are added later."""
     if not never_sampled:
         return None
     never_sampled_N = rows.integers(list(never_sampled))

@@ -26,7 +26,8 @@ class StopStrings:
         self._tokens: list[int] = []
         self._num_context = 0
         self._context = ""
-        self._num_seen = 0
+        self._num_pending_seen = 0
+        """Characters of the pending tokens that were searched already."""
 
     def found_with(self, token_id: int) -> bool:
         """Append the sequence's next token; return whether it completes one of the strings."""
@@ -34,12 +35,11 @@ class StopStrings:
         # A token's text depends on the token before it (a leading space), not on earlier ones.
         new_text = self._decode(self._tokens)[len(self._context) :]
         text = self._tail + new_text
-        num_seen = len(self._tail) + self._num_seen
+        num_seen = len(self._tail) + self._num_pending_seen
         is_found = any(self._ends_after(num_seen, string, text) for string in self._strings)
         num_pending = 0
         if new_text.endswith(INCOMPLETE):
-            # The last tokens may be the first bytes of a character. Earlier ones are not: it would
-            # be complete.
+            # Only the last 3 tokens can be the first bytes of an incomplete character.
             num_new = len(self._tokens) - self._num_context
             num_pending = min(num_new, LONGEST_CHARACTER - 1)
         self._keep_pending(num_pending)
@@ -58,7 +58,7 @@ class StopStrings:
             self._num_context = num_done - self._num_context
             self._context = self._decode(self._tokens[: self._num_context])
         pending = self._decode(self._tokens)[len(self._context) :] if num_pending else ""
-        self._num_seen = len(pending.rstrip(INCOMPLETE))
+        self._num_pending_seen = len(pending.rstrip(INCOMPLETE))
 
     @staticmethod
     def _ends_after(num_seen: int, string: str, text: str) -> bool:

@@ -104,8 +104,10 @@ def _keep(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the tokens to keep among each row's most likely ones, in order.
 
-    Returns a bool mask `[R, M]`, and whether it may depend on less likely tokens (bool, `[R]`): the
-    last candidate is kept, or top-k keeps it for the other rules.
+    Returns:
+        A bool mask, `[R, M]`, and whether the M candidates may be too few, bool, `[R]`: without
+        top-k if the last one is kept, with top-k if it is among the k, since tokens that are
+        equally likely may follow.
     """
     M = values_RM.shape[-1]
     top_k_R1 = truncation.top_k_R[:, None]

@@ -556,10 +556,10 @@ class ContinuousBatchingManager:
         """
         for request in requests:
             images = request.images
-            if images is not None and self.engine.image_checks.is_due(images):
+            if images is not None and self.engine.request_checks.images.is_due(images):
                 with self.loop.paused(runs_module=True):
                     self.pauses.require_weights()
-                    self.engine.check_images(request)
+                    self.engine.request_checks.check_images(request)
 
     def check_adapters(self, adapters: Iterable[str | None]) -> None:
         """Raise `ConfigurationError` if the model cannot run an adapter; None: the active ones.
@@ -568,12 +568,12 @@ class ContinuousBatchingManager:
         use the model. Where a copy generates, it also reads the adapter's weights, and begins a
         policy version.
         """
-        names = self.engine.unchecked_adapters(adapters)
+        names = self.engine.request_checks.unchecked_adapters(adapters)
         if not names:
             return
         with self.loop.paused(runs_module=True):
             self.pauses.require_weights()
-            if self.engine.check_adapters(names):
+            if self.engine.request_checks.check_adapters(names):
                 self.loop.begin_policy_version(InFlight.RECOMPUTE)
 
     def submit(self, requests: Sequence[Request], sink: OutputSink) -> None:
@@ -764,7 +764,8 @@ def _serving_limits(engine: Engine, holder: torch.nn.Module) -> ServingLimits:
         max_model_len=engine.config.max_model_len,
         model_eos=hf_compat.model_eos_token_ids(holder),
         placeholders=multimodal.placeholder_token_ids(engine.model),
-        adapters=engine.adapter_names,
+        # A copy replaces the source of adapters once the engine is made.
+        adapters=lambda: engine.runner.adapters.names(),
     )
 
 

@@ -3,13 +3,9 @@
 Changes nothing of the engine. Called by the thread that paused it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from cb_rollout.engine.core import Engine
-from cb_rollout.engine.memory import device as devices
 from cb_rollout.engine.model import runner
 from cb_rollout.engine.model.check import attempt
 from cb_rollout.engine.model.eval_mode import eval_mode
@@ -20,7 +16,7 @@ from cb_rollout.engine.request import Request
 def recomputed_logprobs(engine: Engine, request: Request) -> list[float]:
     """Return the log-probability of each sampled token, by one forward of the model that trains."""
     trained = engine.training_model.module
-    with _plainly(engine), eval_mode(trained):
+    with engine.runner.computing(), eval_mode(trained):
         return runner.recomputed_logprobs(engine.runner, trained, request)
 
 
@@ -57,12 +53,5 @@ def prompt_logprobs(
     Returns:
         For each token but the first, (log-probability, rank from 1) by token id.
     """
-    with _plainly(engine), eval_mode(engine.model), engine.runner.under_adapter(adapter):
+    with engine.runner.computing(), eval_mode(engine.model), engine.runner.under_adapter(adapter):
         return runner.prompt_logprobs(engine.runner, token_ids, temperature, num)
-
-
-@contextmanager
-def _plainly(engine: Engine) -> Iterator[None]:
-    """Run forwards on the engine's device, without the calling thread's autocast."""
-    with devices.current(engine.device), devices.plain_modes(), engine.runner.numerics():
-        yield

@@ -295,7 +295,8 @@ class LogprobGuard:
         """Decide whether to use the sampled log-probabilities from now on.
 
         They must equal the trainer's up to rounding, and the loss must clip almost none of the
-        ratios that rounding alone produces.
+        ratios that rounding alone produces. So it must be on every process that compared tokens,
+        and one must have.
         """
         sampled = [torch.tensor(row.sampled) for row in compared]
         trained = [torch.tensor(row.trained) for row in compared]
@@ -304,9 +305,13 @@ class LogprobGuard:
         for sampled_T, trained_T in zip(sampled, trained, strict=True):
             log_ratios.append(trained_T - sampled_T)
         clipped = _clipped_share(self._trainer, log_ratios)
-        is_trusted_here = bool(compared) and bool(agrees) and clipped <= MAX_CLIPPED_SHARE
-        self.is_trusted = not largest_of_all(self._trainer.accelerator, float(not is_trusted_here))
-        if self.is_trusted or is_trusted_here or not compared or self._was_said:
+        is_refused_here = bool(compared) and not (agrees and clipped <= MAX_CLIPPED_SHARE)
+        # A process whose rows have no tokens to compare follows the others.
+        accelerator = self._trainer.accelerator
+        is_compared = largest_of_all(accelerator, float(bool(compared)))
+        is_refused = largest_of_all(accelerator, float(is_refused_here))
+        self.is_trusted = bool(is_compared) and not is_refused
+        if not is_refused_here or self._was_said:
             return
         self._was_said = True
         if agrees:

@@ -512,7 +512,8 @@ def _warn_of_batch(reason: str) -> None:
 def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[int]:
     """Return the rows with an advantage, or else the shortest: a backward pass needs one.
 
-    A row with images is among them, if there is any: the vision tower's gradient is 0, not None.
+    If any row has images, one of those is included, so that the vision tower gets a gradient, of 0,
+    and not None.
     """
 
     def length(number: int) -> int:

@@ -60,7 +60,7 @@ class TrainerRecords(TrainerPart):
         """Step that has ended, and whose metrics are not written yet."""
         self._step_means: dict[str, float] = {}
         self._learning_rate: dict[str, float] = {}
-        """Of the step in progress, by its logged name; empty: it has no schedule."""
+        """That of the step in progress, by the name it is logged under; empty: no schedule."""
         self._num_sequences = num_sequences
         self._durations = durations
         run_dir = Path(trainer.args.output_dir) / RUN_DIR_NAME

@@ -180,7 +180,7 @@ class TrainerScoring:
         self._loss_inputs: dict[str, Any] | None = None
         """Of the loss that the trainer computes; None: it computes none."""
         self._loss_tokens = LossTokens()
-        self._step_of_sampled: int | None = None
+        self._step_that_trusts_sampled: int | None = None
         """Step whose old log-probabilities are the sampled ones; None: they are recomputed."""
 
     def install(self) -> None:
@@ -266,7 +266,7 @@ class TrainerScoring:
             else:
                 batch = make_batch(inputs, self.score)
         is_auto = not self._guard.replaces_loss
-        if is_auto and self._step_of_sampled is not None and updates_once(self._trainer):
+        if is_auto and self._step_that_trusts_sampled is not None and updates_once(self._trainer):
             version = self._backend.generator.policy_version
             is_new = all(row.was_sampled_by(version) for row in batch[ROWS_KEY])
             if is_new and _has_sampled_as_old(batch):
@@ -348,7 +348,7 @@ class TrainerScoring:
         with torch.no_grad():
             # Verifies by an extra forward, where the trainer needed none.
             self._guard.check(LossBatch.scored(batch, rows))
-        if self._step_of_sampled is not None:
+        if self._step_that_trusts_sampled is not None:
             # TRL 1.16 logged that sampled and old log-probabilities are the same; the loss logs
             # the difference to its own instead.
             for name in (MEAN_DIFFERENCE, MAX_DIFFERENCE):
@@ -533,13 +533,13 @@ class TrainerScoring:
     def _old_logprobs(self, batch: LossBatch) -> torch.Tensor:
         """Return the sampled log-probabilities if the guard trusts them, else the trainer's."""
         guard = self._guard
-        self._step_of_sampled = None
+        self._step_that_trusts_sampled = None
         sampled_BT = batch.sampled_logprobs()
         if guard.are_usable(sampled_BT, batch.rows):
             guard.check(batch)
             if guard.is_trusted:
                 assert sampled_BT is not None
-                self._step_of_sampled = self._trainer.state.global_step
+                self._step_that_trusts_sampled = self._trainer.state.global_step
                 return sampled_BT
         recomputed_BT = self._policy_logprobs(batch)
         guard.check(batch, recomputed_BT)
@@ -548,18 +548,21 @@ class TrainerScoring:
     def _log_differences(
         self, logprobs_BT: torch.Tensor, batch: LossBatch, inputs: dict[str, Any]
     ) -> None:
-        """Log sampled against the loss's log-probabilities, in the step that sampled them.
+        """Log how far the loss's log-probabilities are from the sampled ones.
 
-        Rows that another policy sampled are left out.
+        Only in a step that uses the sampled ones as the old ones: TRL compares those, and would log
+        0. Rows of which this policy sampled no token are left out.
         """
         has_sampled = inputs.get("sampling_per_token_logps") is not None
-        if not has_sampled or self._step_of_sampled != self._trainer.state.global_step:
+        if not has_sampled or self._step_that_trusts_sampled != self._trainer.state.global_step:
             return
         # Of the rows of this forward: a loss of one's own may score others, or in another order.
         sampled_BT = batch.sampled_logprobs()
-        if sampled_BT is None:
-            return
         mask_BT = batch.sampled_mask()
+        if sampled_BT is None:
+            # The other processes wait for the sums of this one.
+            sampled_BT = torch.zeros_like(logprobs_BT)
+            mask_BT = torch.zeros_like(mask_BT)
         version = self._backend.generator.policy_version
         is_new_B = torch.tensor([row.was_sampled_by(version) for row in batch.rows])
         mask_BT &= is_new_B.to(mask_BT.device)[:, None]

@@ -44,7 +44,7 @@ def test_images_that_were_refused_are_refused_again(monkeypatch):
         for num_images in (1, 2, 1, 2):
             with pytest.raises(ConfigurationError, match="cannot run prompts with images"):
                 generator.generate_batch([row_of(processor, num_images)], max_new_tokens=2)
-        assert generator.manager.engine.image_checks.cuts == {}
+        assert generator.manager.engine.request_checks.images.cuts == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,8 +61,8 @@ def test_the_check_of_images_leaves_the_runner_as_it_is(model_type, dtype):
             runner, manager.engine.paged_model.layout, request.prompt_ids, request.images
         )
         assert runner.execution is before
-        assert manager.engine.image_checks.cuts == {}
+        assert manager.engine.request_checks.images.cuts == {}
         assert not runner.image_inputs.casts_pixels
         manager.check_images([request])
-        assert manager.engine.image_checks.cuts == {request.images.kind: found.may_cut}
+        assert manager.engine.request_checks.images.cuts == {request.images.kind: found.may_cut}
         assert runner.image_inputs.casts_pixels is found.casts_pixels

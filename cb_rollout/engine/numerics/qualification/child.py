@@ -188,6 +188,7 @@ def answer(request: Mapping[str, Any]) -> None:
     except (CannotTryError, MemoryError) as error:
         write(UNTRIED, f"{error}" or "a child process had no memory")
     except Exception as error:  # noqa: BLE001  it is the answer
-        write(RAISED, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        first_line, *_ = f"{error}".splitlines() or [""]
+        write(RAISED, f"{type(error).__name__}: {first_line}")
     else:
         write(RETURNED, returned)

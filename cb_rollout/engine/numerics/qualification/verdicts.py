@@ -166,7 +166,7 @@ def _read(path: Path, key: Mapping[str, Any]) -> Verdict:
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error})") from error
     if not isinstance(read, dict) or read.get("key") != json.loads(json.dumps(dict(key))):
-        raise ValueError(f"{path} is not the verdict of its name")
+        raise ValueError(f"{path} holds the verdict on something else")
     verdict = Verdict(**read["verdict"])
     if not _is_whole(verdict):
         raise ValueError(f"{path} holds no verdict")
