@@ -302,11 +302,13 @@ class ModelMethods:
         inside = getattr(defaults, "continuous_batching_config", None)
         if inside is not None:
             defaults.continuous_batching_config = None
-            if isinstance(inside, Mapping):
-                # As a saved generation config holds it.
-                found = {**inside, **found}
-            elif continuous_batching_config is None:
-                continuous_batching_config = inside
+        if continuous_batching_config is not None:
+            _require_agreement(found, continuous_batching_config)
+        elif isinstance(inside, Mapping):
+            # As a saved generation config holds it.
+            found = {**inside, **found}
+        else:
+            continuous_batching_config = inside
         if defaults.eos_token_id is None:
             _LOGGER.warning(
                 "the generation config has no eos_token_id, so no token ends a sequence, as in "
@@ -367,6 +369,22 @@ class ModelManager(ContinuousBatchingManager):
         model = self._keeper()
         if keep_for_next_session and model is not None:
             keep_manager(model, self)
+
+
+def _require_agreement(found: Mapping[str, Any], config: Any) -> None:
+    """Raise `ConfigurationError` if a generation config contradicts a setting of a config.
+
+    Args:
+        found: engine settings of the generation config itself, by transformers' names.
+        config: the `continuous_batching_config` that was passed.
+    """
+    for name, value in found.items():
+        given = getattr(config, name, value)
+        if given not in (value, getattr(type(config), name, None)):
+            raise ConfigurationError(
+                f"{name} is {given!r} in the continuous_batching_config and {value!r} in the "
+                "generation config; remove one of the two."
+            )
 
 
 def _warm_up(

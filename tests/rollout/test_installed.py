@@ -370,6 +370,25 @@ def test_a_config_inside_the_generation_config_is_taken_unless_another_is_given(
     assert moved.page_size == 32
 
 
+@pytest.mark.parametrize("config", [ContinuousBatchingConfig, RolloutConfig])
+def test_a_generation_config_that_contradicts_the_config_is_refused(config, installed):
+    model = installed()
+    asks = copy.deepcopy(GREEDY)
+    asks.max_batch_tokens = 96
+    assert model.init_continuous_batching(asks, config(max_batch_tokens=96)).config
+    with pytest.raises(ConfigurationError, match=r"max_batch_tokens is 64 .* and 96 in the gen"):
+        model.init_continuous_batching(asks, config(max_batch_tokens=64))
+
+
+def test_a_saved_config_in_the_generation_config_gives_way_to_the_argument(installed):
+    model = installed()
+    saved = copy.deepcopy(GREEDY)
+    saved.continuous_batching_config = {"max_batch_tokens": 96}
+    assert model.init_continuous_batching(saved).config.max_batch_tokens == 96
+    given = model.init_continuous_batching(saved, RolloutConfig(max_batch_tokens=64))
+    assert given.config.max_batch_tokens == 64
+
+
 def test_uninstall_restores_exactly_what_was_there():
     first, second, other = (tiny_model(seed=seed, num_hidden_layers=1) for seed in range(3))
     attributes = [dict(vars(model)) for model in (first, second)]
