@@ -33,6 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 class DriftReport:
     """Difference of recomputed and sampled log-probabilities, in nats.
 
+    `agreement` is true where it is within the model's own rounding, and prints the comparison.
     Divergences are of the sampling distribution from the recomputed one. r is the recomputed over
     the sampled probability (k1 and k3: Schulman 2020, "Approximating KL divergence").
     """

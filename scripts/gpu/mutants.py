@@ -297,8 +297,8 @@ MUTANTS = (
         "N4",
         "old log-probabilities are trusted below 0.1 nats",
         "cb_rollout/integrations/trl/guard.py",
-        "bool(agrees) and clipped",
-        "agrees.largest <= 0.1 and clipped",
+        "not (agrees and clipped",
+        "not (agrees.largest <= 0.1 and clipped",
         "tests/training/test_old_logps.py::test_logits_of_16_bits_that_are_large_are_trusted",
     ),
     Mutant(
@@ -401,9 +401,9 @@ MUTANTS = (
     Mutant(
         "F5",
         "a prompt's log-probabilities are computed on the thread's device",
-        f"{ENGINE}/service/plain_forwards.py",
-        "with devices.current(engine.device), devices.plain_modes(), engine.runner.numerics():",
-        "with devices.plain_modes(), engine.runner.numerics():",
+        f"{ENGINE}/model/runner.py",
+        "with devices.current(self.device), devices.plain_modes(), self.numerics():",
+        "with devices.plain_modes(), self.numerics():",
         f"{PRETENDED}::test_no_forward_runs_while_another_device_is_the_threads_current_one",
         "prompt",
     ),

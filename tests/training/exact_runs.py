@@ -59,6 +59,7 @@ class Run:
         resume: Path | bool | None = None,
         is_attached: bool = False,
         is_killed: bool = False,
+        old_logps: str = "rollout",
         **settings: Any,
     ) -> None:
         """Train; `is_attached`: detach in `close`, so that it may train again.
@@ -73,7 +74,7 @@ class Run:
             "num_hidden_layers": 1,
         }
         self._trainer = trainer = tiny_trainer(folder, **(SETTINGS | defaults | settings))
-        generator = attach(trainer, RolloutConfig(old_logps="rollout"))
+        generator = attach(trainer, RolloutConfig(old_logps=old_logps))
         if strategy is not None:
             use_strategy(trainer, strategy)
         if is_killed:

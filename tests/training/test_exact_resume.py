@@ -69,6 +69,13 @@ def test_a_run_goes_on_in_the_order_of_a_later_pass(tmp_path, name, settings):
         assert_same_end(resumed, whole)
 
 
+def test_sampled_log_probabilities_are_trusted_as_they_were(tmp_path):
+    """Else the old ones would be recomputed after a resume, and in 16 bits they differ."""
+    settings = {"old_logps": "auto", "bf16": True, "num_iterations": 2}
+    for whole, resumed in resumed_from_each(tmp_path, None, (2, 4), **settings):
+        assert_same_end(resumed, whole)
+
+
 @pytest.mark.parametrize("settings", [RLOO, ACCUMULATED], ids=["rloo", "accumulated"])
 @pytest.mark.parametrize("name", some_slow(["partial", "over", "dynamic", "plain"], every=2))
 def test_other_trainers_and_batches_resume_exactly(tmp_path, name, settings):

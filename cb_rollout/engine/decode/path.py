@@ -40,8 +40,9 @@ class DecodePath(Protocol):
     rest where it keeps something between steps.
 
     Proof: a path gives the tokens and log-probabilities of the plain path, within the model's own
-    rounding. Whoever creates a path proves it on the device that it runs on, and creates another
-    where the proof finds a difference. `tests/invariants/test_fast_path.py` holds paths to it.
+    rounding. The engine does not check that: the function that creates a path, in `DECODE_PATHS`,
+    proves it on the device that it runs on, and creates another where the proof finds a difference.
+    `tests/invariants/test_fast_path.py` holds the package's own paths to it.
 
     Every method is called by the thread that steps the engine, or by one that paused it, with the
     model in evaluation mode. No two calls overlap.
@@ -51,7 +52,7 @@ class DecodePath(Protocol):
     def paths(self) -> Sequence[ExecutionPath]:
         """Return how each part of a decode step runs now, with the obstacle to a faster path.
 
-        `engine.paged_model.paths` and the log show these lines after the one of prefills.
+        `generator.paths` and the log show these lines after the one of prefills.
         """
         ...
 
@@ -107,6 +108,8 @@ class DecodePath(Protocol):
     def prove(self) -> list[ProofFinding]:
         """Compare steps with the plain path on temporary sequences; change nothing.
 
+        Called by `PagedModel.prove`, and by whoever creates the path.
+
         Returns:
             The differences beyond rounding; empty for a path that is the plain one.
         """
@@ -115,7 +118,8 @@ class DecodePath(Protocol):
     def step_down(self, finding: ProofFinding) -> bool:
         """Run steps in a plainer way from now on, because of a difference found in a rollout.
 
-        The engine is paused. Returns whether there is a plainer way.
+        Called with the engine paused, on a GPU alone: only there is a first rollout compared.
+        Returns whether there is a plainer way.
         """
         ...
 

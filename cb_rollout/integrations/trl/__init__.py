@@ -4,9 +4,17 @@ Called by the trainer's script, and by the trainer on its thread. `upstream` alo
 """
 
 from cb_rollout.integrations.trl.attachment import attach, detach
-from cb_rollout.integrations.trl.backend import add_part
+from cb_rollout.integrations.trl.backend import add_part, log_metrics
 from cb_rollout.integrations.trl.parts import TrainerPart
 from cb_rollout.integrations.trl.rollout_func import make_rollout_func
 from cb_rollout.integrations.trl.strategies import use_strategy
 
-__all__ = ["TrainerPart", "add_part", "attach", "detach", "make_rollout_func", "use_strategy"]
+__all__ = [
+    "TrainerPart",
+    "add_part",
+    "attach",
+    "detach",
+    "log_metrics",
+    "make_rollout_func",
+    "use_strategy",
+]

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -189,10 +189,31 @@ def trains_split_model(trainer: Any) -> bool:
 def add_part(trainer: Any, part: TrainerPart) -> None:
     """Make an attached trainer send its events to a part, until it is detached.
 
+    Call it after `attach` and before `trainer.train()`, of a resumed run too.
+
     Raises:
         ConfigurationError: nothing is attached to the trainer.
     """
     require_backend(trainer, "add_part").parts.append(part)
+
+
+def log_metrics(
+    trainer: Any, metrics: Mapping[str, float], mode: Literal["train", "eval"] = "train"
+) -> None:
+    """Add values to the next log of an attached trainer.
+
+    The log has the mean of the values of a name since the last log. What a part adds in `end_step`
+    is in the log of that step.
+
+    Args:
+        trainer: an attached trainer.
+        metrics: a value by its name.
+        mode: the log of training, or of the evaluation in progress (`RolloutContext.mode`).
+
+    Raises:
+        ConfigurationError: nothing is attached to the trainer.
+    """
+    require_backend(trainer, "log_metrics").log(metrics, mode)
 
 
 class GenerationBackend(TrainerCallback):
@@ -290,12 +311,13 @@ class GenerationBackend(TrainerCallback):
 
         def save_with_process_state(output_dir: str) -> None:
             save(output_dir)
+            self._keep_state(trainer.state)
             state = self.generator.process_state() | saved_batch(trainer)
             if VERSION in state and self._is_synced:
                 # A resumed run syncs these weights again, under the same number.
                 state[VERSION] -= 1
             for part in self.parts:
-                state |= part.process_state()
+                _add_state(state, part.process_state(), part)
             write_process_state(output_dir, trainer, state)
 
         def load_with_process_state(checkpoint: str | None) -> None:
@@ -616,10 +638,11 @@ class GenerationBackend(TrainerCallback):
     on_pre_optimizer_step = on_substep_end
 
     def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        self._keep_state(state)
         self.step_span.set(policy_version=self.generator.policy_version)
         for part in self.parts:
             part.end_step(state.global_step)
+        # With `save_only_model` a checkpoint asks for no other state.
+        self._keep_state(state)
 
     def on_evaluate(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         """Make a checkpoint after an evaluation continue where the evaluation ended."""
@@ -627,18 +650,29 @@ class GenerationBackend(TrainerCallback):
             self._keep_state(state)
 
     def _keep_state(self, state: TrainerState) -> None:
-        """Add the state of the sampler and the parts to the next checkpoint."""
-        attributes = self.generator.checkpoint_state()
+        """Copy the state of the sampler and the parts into the next checkpoint."""
+        attributes = dict(self.generator.checkpoint_state())
         for part in self.parts:
-            attributes |= part.checkpoint_state()
+            _add_state(attributes, part.checkpoint_state(), part)
         saved: Any = state.stateful_callbacks
-        saved[DRAWS] = {"args": {}, "attributes": attributes}
+        saved[DRAWS] = {"args": {}, "attributes": copy.deepcopy(attributes)}
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
         for part in self.parts:
             part.log(state.global_step, logs or {})
+
+
+def _add_state(state: dict[str, Any], of_part: Mapping[str, Any], part: TrainerPart) -> None:
+    """Add a part's state for a checkpoint to that of others; raise if a name is taken."""
+    taken = sorted(state.keys() & of_part.keys())
+    if taken:
+        raise ConfigurationError(
+            f"{type(part).__name__} keeps {', '.join(taken)} in a checkpoint, a name that another "
+            "part or the sampler uses; choose another."
+        )
+    state.update(of_part)
 
 
 def _with_images(prompts: list[list[int]], images: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ B: rows of a batch, T: tokens of a completion.
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from cb_rollout.engine.numerics import agreement
 from cb_rollout.engine.sampling.sampler import reported_mode
 from cb_rollout.errors import LogprobDriftError
 from cb_rollout.integrations.trl.images import image_arguments
+from cb_rollout.integrations.trl.parts import TrainerPart
 from cb_rollout.integrations.trl.rows.loss_rows import UNKNOWN_ID, LossBatch, LossRow
 from cb_rollout.metrics.observer import observer
 from cb_rollout.rollout.audit.drift_audit import MAX_TOKENS, audit_drift, holds_whole_model
@@ -34,6 +35,9 @@ from cb_rollout.rollout.distributed import largest_of_all
 from cb_rollout.rollout.sampler import Sampler
 from cb_rollout.rollout.verification import DriftReport, drift
 from cb_rollout.types import GenerationOutput
+
+# The guard's name in a checkpoint.
+STATE = "logprob_guard"
 
 # Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
 MAX_CLIPPED_SHARE = 0.01
@@ -104,7 +108,7 @@ class ComparedRow(NamedTuple):
         return run[:MAX_TOKENS]
 
 
-class LogprobGuard:
+class LogprobGuard(TrainerPart):
     """Decides whether sampled log-probabilities may be used as the trainer's."""
 
     def __init__(
@@ -129,6 +133,8 @@ class LogprobGuard:
         self._recompute = recompute
         self._made_at_temperature = made_at_temperature
         self._num_rollouts = 0
+        self._was_resumed = False
+        """True until the first rollout after a checkpoint."""
         self.is_due = False
         """True until this rollout's log-probabilities were compared."""
         self._is_auto = config.old_logps == enums.OldLogps.AUTO
@@ -146,14 +152,29 @@ class LogprobGuard:
         """True: use sampled log-probabilities as old ones, even where TRL would use the loss's."""
         return self.is_trusted and not self._is_auto
 
-    def begin_rollout(self, is_training: bool) -> None:
+    def begin_training(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """Go on as before the checkpoint; the first rollout is compared, maybe on another card."""
+        if state is None or STATE not in state:
+            return
+        self._num_rollouts = state[STATE]["num_rollouts"]
+        if self._is_auto:
+            self.is_trusted = state[STATE]["is_trusted"]
+        self._was_resumed = True
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        return {STATE: {"num_rollouts": self._num_rollouts, "is_trusted": self.is_trusted}}
+
+    def begin_scoring(self, is_training: bool) -> None:
+        """Decide whether the log-probabilities of the rollout that begins are compared."""
         every = self._config.verify_every_steps
         self.is_due = False
         if is_training and every and are_comparable(self._config, self._generator.defaults):
             self._num_rollouts += 1
             # Saved rollouts drift from a policy that learns otherwise than the one that sampled.
             is_always_due = self._is_auto and not self._generator.samples_current_policy
-            self.is_due = is_always_due or (self._num_rollouts - 1) % every == 0
+            is_next = (self._num_rollouts - 1) % every == 0
+            self.is_due = is_always_due or is_next or self._was_resumed
+            self._was_resumed = False
 
     def check(self, batch: LossBatch, recomputed_BT: torch.Tensor | None = None) -> None:
         """Compare tokens that the current policy sampled, once for each rollout that is due.

@@ -48,7 +48,7 @@ class OrderedHead:
             chunk_size: tokens whose logits TRL computes at a time.
             softcap: bound of the logits, by a tanh; None: there is none.
             logit_scale: multiplies the logits.
-            outputs: names of what TRL's function returns beside log-probabilities.
+            outputs: names of what TRL's function returns besides log-probabilities.
         """
         # An autograd function takes no keywords.
         theirs_N, *others = HEAD.own.apply(

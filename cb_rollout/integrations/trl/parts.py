@@ -34,7 +34,11 @@ Collected = tuple[list[GenerationOutput], dict[str, float]]
 
 @dataclass
 class RolloutContext:
-    """State of a rollout."""
+    """State of a rollout, on this process unless a field says otherwise.
+
+    A part usually reads `mode`, `step`, `outputs`, and, once the trainer has scored the rollout,
+    `rows` with the `rewards` of each.
+    """
 
     mode: Mode
     collected: Collected | None = None
@@ -82,22 +86,27 @@ class TrainerPart:
                 begin_rollout, end_rollout, scored      once a generation
                 begin_loss, computed, end_loss          once a micro-batch
             end_step
+            checkpoint_state
             log                                         every `logging_steps`
+            checkpoint_state, process_state             where a checkpoint is written
         end_training
 
-    An evaluation adds rollouts between steps, or outside of training. Distillation trainers send no
-    `scored` and no loss events. If Ctrl-C ends the training, `interrupted` replaces the remaining
-    events. `close` comes last, when the trainer is detached.
+    Steps that train again on a generation (`steps_per_generation`, `num_iterations`) have no
+    rollout and no `scored`, also after a resume. An evaluation adds rollouts between steps, or
+    outside of training. Distillation trainers send no `scored` and no loss events. If Ctrl-C ends
+    the training, `interrupted` replaces the remaining events. `close` comes last, when the trainer
+    is detached.
     """
 
     def begin_training(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Begin a training, or resume it.
+        """Begin training, or resume it.
 
         Args:
             step: optimizer steps done; 0: none.
-            state: the `checkpoint_state` and `process_state` of all parts at that step; None: the
-                training begins, or its checkpoint was made without cb_rollout. It lacks the
-                `process_state` if this process has no readable file of it.
+            state: the `checkpoint_state` and `process_state` of all parts at that step, in one
+                mapping, without the `process_state` if this process has no readable file of it, and
+                without the names of a part that the run did not have then; None: the training
+                begins, or its checkpoint was made without cb_rollout.
         """
 
     def begin_step(self, step: int) -> None:
@@ -136,14 +145,17 @@ class TrainerPart:
         """End the optimizer step of this number, before its metrics are logged."""
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Return this part's state for a checkpoint: JSON values under unique names."""
+        """Return this part's state for a checkpoint, as JSON values; it is copied.
+
+        It is that of the whole run: one process writes it. Other parts' names are refused, so begin
+        them with your part's.
+        """
         return {}
 
     def process_state(self) -> dict[str, Any]:
         """Return this part's state on this process for a checkpoint, for `torch.save`.
 
-        Called when a checkpoint is written. Return plain data and tensors, under names unique to
-        the part.
+        Return plain data and tensors, under names as of `checkpoint_state`.
         """
         return {}
 

@@ -148,6 +148,7 @@ class TrainerScoring:
         self._replays = config.sampling_mask == SamplingMaskMode.REPLAY
         made_at = backend.made_at_temperature
         self._guard = LogprobGuard(trainer, generator, self._policy_logprobs, made_at)
+        backend.parts.append(self._guard)
         self._has_rollout_func = getattr(trainer, "rollout_func", None) is not None
         # The same in every process: the corrections exchange data between all of them.
         self._corrects_ends = self._has_rollout_func or bool(
@@ -278,7 +279,7 @@ class TrainerScoring:
     def score(self, inputs: list[Any], collected: Collected | None = None) -> dict[str, Any]:
         """Generate and score one batch, with the rows that the loss needs."""
         trainer = self._trainer
-        self._guard.begin_rollout(trainer.model.training)
+        self._guard.begin_scoring(trainer.model.training)
         if self._guard.is_due and self._packed is not None:
             self._packed.compare_again()
         context = self._backend.begin_rollout(collected=collected)

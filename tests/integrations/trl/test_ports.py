@@ -101,6 +101,51 @@ def test_events_come_in_the_order_that_the_docstring_says(tmp_path):
     assert part.seen == ["begin_training", *step * 2, "log", "end_training", "close"]
 
 
+class StepCounter(TrainerPart):
+    """Counts steps at their end, in place, as a part that follows steps does."""
+
+    def __init__(self):
+        self.counts = {"steps": 0}
+
+    def begin_training(self, step, state):
+        if state is not None:
+            self.counts = dict(state["counts"])
+
+    def end_step(self, step):
+        self.counts["steps"] += 1
+
+    def checkpoint_state(self):
+        return {"counts": self.counts}
+
+
+def test_a_checkpoint_has_the_state_after_its_step_and_none_of_later(tmp_path):
+    trainer = tiny_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=3)
+    attach(trainer)
+    counter = StepCounter()
+    add_part(trainer, counter)
+    trainer.train()
+    detach(trainer)
+    assert counter.counts == {"steps": 3}
+    for step in (1, 2):
+        resumed = tiny_trainer(tmp_path / "resumed", max_steps=3)
+        attach(resumed)
+        counter = StepCounter()
+        add_part(resumed, counter)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert counter.counts == {"steps": 3}
+        detach(resumed)
+
+
+def test_two_parts_that_keep_one_name_are_refused(tmp_path):
+    trainer = tiny_trainer(tmp_path, max_steps=1)
+    attach(trainer)
+    add_part(trainer, StepCounter())
+    add_part(trainer, StepCounter())
+    with pytest.raises(ConfigurationError, match="StepCounter keeps counts in a checkpoint"):
+        trainer.train()
+    detach(trainer)
+
+
 def test_a_part_that_raises_at_the_end_leaves_a_trainer_that_is_detached(tmp_path):
     class Failing(TrainerPart):
         def close(self):

@@ -494,7 +494,7 @@ Forward = Callable[[Any, LossBatch], Result]
 class OwnForward:
     """The trainer's own forward, with which other forwards are compared.
 
-    Create it before the trainer's method is replaced. `routers=None`: routers choose themselves.
+    Create it before the trainer's method is replaced. `routers=None`: routers choose the experts.
     """
 
     def __init__(self, trainer: Any, routers: Routers | None) -> None:

@@ -38,7 +38,7 @@ class _Tokens(NamedTuple):
     def cut(self, record: LossRow) -> LossRow | None:
         """Return a record up to the first token that is not the row's; None: another row's record.
 
-        It is another row's if the prompts differ, or a token that the mask keeps.
+        It is another row's if the prompts differ, or if a token that the mask keeps differs.
         """
         if record.prompt_ids != self.prompt_ids:
             return None
