@@ -53,7 +53,7 @@ def fsdp1_parameters(
 ) -> tuple[dict[int, Fsdp1Placement], dict[int, torch.Tensor]]:
     """Find the parameters of an FSDP1 model (torch 2.13).
 
-    Returns placements by parameter id, and parameters by the ids of the tensors that modules show.
+    Returns placements by parameter id, and parameters by the id of the tensor that a module holds.
     """
     placements: dict[int, Fsdp1Placement] = {}
     behind: dict[int, torch.Tensor] = {}

@@ -352,7 +352,7 @@ def computing_attention(attend: Attention) -> Iterator[None]:
     """Replace models' own attention functions by `attend(own_attention, module, query, ...)`.
 
     This applies to every thread, and inside `replacing_attention`, whose function receives `attend`
-    as the model's own attention. May be nested, with the same function. Any thread may call.
+    as the model's own attention. Contexts may be nested. Any thread may enter one.
     """
     with _LOOKUP.installed():
         _EVERYWHERE.append(attend)

@@ -117,7 +117,7 @@ def require_known(
         known: the names that exist.
         complaint: the error's text up to the name.
         error: the error's class.
-        synonyms: known names by the other names that mean them.
+        synonyms: the known name for each other name that means the same.
     """
     for name in given:
         if name not in known:

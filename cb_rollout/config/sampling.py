@@ -324,7 +324,7 @@ def sequences_per_input(num_return_sequences: int | None) -> int:
 
 
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
-    """Return a warning that all sequences of an input would be equal; None: they are sampled."""
+    """Return a warning if all sequences of an input would be equal; None: one, or sampled."""
     if num_return_sequences == 1 or not params.is_greedy:
         return None
     setting = "do_sample=False"

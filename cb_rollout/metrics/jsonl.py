@@ -54,7 +54,7 @@ def append_lines(file: FileIO, lines: bytes) -> None:
 def read_records(
     path: Path, parse: Callable[[Any], T], noun: str, *, is_complete: bool = False
 ) -> Iterator[T]:
-    """Yield what `parse` makes of each JSON line; `ConfigurationError`: one is no `noun`.
+    """Yield what `parse` makes of each JSON line; `ConfigurationError`: a line is not a `noun`.
 
     A last line without its newline is half-written, and left out, unless the file `is_complete`.
     """

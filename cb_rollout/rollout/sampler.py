@@ -239,7 +239,7 @@ class SamplerSource(Protocol):
 
 
 class SamplesByManager:
-    """Implements the methods of a sampler that an engine's or a pool's manager can answer."""
+    """Implements the methods of a sampler that pass on to an engine's or a pool's manager."""
 
     manager: Any
 

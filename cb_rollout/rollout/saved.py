@@ -260,7 +260,7 @@ class SavedRollouts(Sampler):
         raise refused("saved rollouts, strategy")
 
     def begin_training(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Resume after a checkpoint's step; 0: after the rollouts that preceded the training."""
+        """Continue with the first rollout after a checkpoint's step; 0: with the next one."""
         if step:
             files = _files(self._folder, self._rank)
             self._calls = _calls(path for path in files if _parts_of(path).step > step)

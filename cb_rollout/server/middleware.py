@@ -214,7 +214,7 @@ class AccessMiddleware:
 def is_own_user(
     scope: Scope, lists: Sequence[Path] = CONNECTION_LISTS, user: int | None = None
 ) -> bool:
-    """Return whether `lists` of connections say that a request is of a user; None: our own."""
+    """Return whether `lists` of connections show that `user` sent it; None: this process's."""
     ports = [f"{address[1]:04X}" for address in (scope["client"], scope["server"]) if address]
     users = set()
     for path in lists:

@@ -38,9 +38,9 @@ PAGE = """# Architectures
 
 Search this page for your model's `model_type`. It lists every type that transformers {version}
 maps to a causal language model, or to a model that also reads images, videos or sounds, and says
-whether the engine runs it. For each type, the check creates a tiny random model. It generates
-several prompts and a group at once while the weights change, with so few blocks that some
-sequences are preempted.
+whether the engine runs it. For each type, the check creates a tiny random model. It completes
+several prompts and a group at once, changes the weights midway, and allows so few cache blocks that
+some sequences are preempted.
 
 - *difference*: the largest difference, in nats, between a sampled token's log-probability and the
   model's plain forward (no cache, no padding, float32). The bound is 1e-5, or four times the
@@ -89,7 +89,10 @@ def remark(model_type: str, found: Parity) -> str:
     if model_type in OWN_GENERATE:
         remarks.append(OWN_GENERATE[model_type])
     if model_type in ANSWERS_WITH_IMAGES:
-        remarks.append("its likeliest token is once its image token, which is not sampled")
+        remarks.append(
+            "at one point in the check its likeliest token is the image token, which is never "
+            "sampled"
+        )
     if found.drift > TOLERANCE:
         remarks.append(f"its plain forward is itself {found.rounding:.0e} off float64")
     return f" {'; '.join(remarks)}" if remarks else ""

@@ -276,8 +276,8 @@ NOT_BUILT = {
         "drafts for another model, whose keys it reads; its config raises ValueError (5.23.0)",
     ),
     "gemma3n": "needs timm and pillow; its text side is `gemma3n_text`",
-    "musicgen": "`AutoModelForCausalLM` gives its decoder the config of the whole (5.23.0)",
-    "musicgen_melody": "`AutoModelForCausalLM` gives its decoder the config of the whole (5.23.0)",
+    "musicgen": "`AutoModelForCausalLM` gives its decoder the whole model's config (5.23.0)",
+    "musicgen_melody": "`AutoModelForCausalLM` gives its decoder the whole model's config (5.23.0)",
 }
 
 

@@ -167,7 +167,7 @@ TOKEN_IDS_CORE = ("hunyuan_vl", "qianfan_ocr", "qwen2_5_vl")
 # Types whose images the engine refuses.
 REFUSED = {
     "git": "puts an image's features before the prompt, which its cache counts too",
-    "mllama": "attends to images from layers of their own, whose keys pages do not hold",
-    "ovis2": "replaces the marks around an image, also sampled ones, by features of its own",
-    "qwen4_exp": "its index of sparse attention keeps the positions of images",
+    "mllama": "attends to images in separate layers, and pages do not hold the keys of these",
+    "ovis2": "replaces the tokens around an image, even sampled ones, with features of its own",
+    "qwen4_exp": "its sparse attention selects keys by image positions, which pages do not hold",
 }

@@ -25,7 +25,7 @@ class LinearNode:
 
 
 def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
-    """Return a graph's linear layers, those of the same rows together, with and without bias."""
+    """Return a graph's linear layers, grouped by input rows and by whether they have a bias."""
     groups: dict[tuple[object, ...], list[LinearNode]] = {}
     for node in graph.nodes:
         if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:

@@ -37,8 +37,9 @@ _newest: dict[int, DeviceMemory] = {}
 
 
 def system_memory(num_sharers: int = 1) -> DeviceMemory:
-    """Return the lowest memory limit; free memory is divided equally among `num_sharers`.
+    """Return the memory limit that leaves the fewest free bytes.
 
+    Free memory of the system and the container is divided by `num_sharers`; a process limit is not.
     If the process can open no more files, the last measurement is returned.
     """
     try:

@@ -429,7 +429,7 @@ class ModelRunner:
         return self.decode(inputs) if logits_BV is None else logits_BV
 
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
-        """Run one new token of each row by the model; return its logits, in its dtype, `[B, V]`."""
+        """Run each row's new token through the model; return logits in its dtype, `[B, V]`."""
         cache = inputs.cache
         tokens_B1 = inputs.tokens_B1
         with cache.attending(inputs):
@@ -538,7 +538,7 @@ class ModelRunner:
             return self._run(input_ids, arguments, model).logits[0][-num_last:].float()
 
     def padded_logits(self, rows: Sequence[list[int]], starts: Sequence[int]) -> torch.Tensor:
-        """Return float32 `[B, S, V]` of rows that begin at `starts`, as a trainer's forward."""
+        """Return float32 logits `[B, S, V]` of rows padded to begin at `starts`, as trainers do."""
         S = max(start + len(row) for row, start in zip(rows, starts, strict=True))
         ids_BS = torch.zeros(len(rows), S, dtype=torch.int64)
         mask_BS = torch.zeros_like(ids_BS)

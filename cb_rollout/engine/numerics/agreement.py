@@ -90,7 +90,7 @@ class Agreement:
 def agrees(found: Values, expected: Values, noise: torch.Tensor) -> Agreement:
     """Compare two computations of the same values, with the noise `[P]` of `rounding_noise`.
 
-    Equal infinities are equal, and NaN agrees with nothing.
+    Infinities of the same sign agree, and NaN agrees with nothing.
     """
     distances = _distances(found, expected, unknown=math.inf)
     if not distances:
@@ -175,7 +175,7 @@ def references(
     Args:
         compute: computes the values in the precision of its context.
         dtype: the model's own precision.
-        precisely: returns a context in which `compute` has another.
+        precisely: returns a context in which `compute` runs in a given precision.
         is_coarse: fewer bits are kept than float32 has.
         is_measured: measure float32's noise by a forward in float64.
         can_raise_precision: False where other processes would have to do so too.

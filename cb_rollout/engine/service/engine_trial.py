@@ -39,17 +39,17 @@ SAMPLED = (
 
 
 def try_engine(argument: Mapping[str, Any]) -> dict[str, Any]:
-    """Generate with a small model, and hold log-probabilities against its plain forward.
+    """Generate with a small model, and compare log-probabilities with its plain forward.
 
     Args:
         argument: "device", "dtype", "autocast_dtype" ("": none); "config": of the small model, as a
             dict; "attention": its `attn_implementation`; "settings": of `RolloutConfig`.
 
     Returns:
-        A verdict, as `Subject` says; its milliseconds are those of a step.
+        A verdict in the form that `Subject.function` describes; "milliseconds" are those of a step.
 
     Raises:
-        CannotTryError: the device cannot be had, or has no memory.
+        CannotTryError: this process cannot use the device, or the device has no free memory.
     """
     device = torch.device(argument["device"])
     try:

@@ -76,7 +76,7 @@ class WeightGroup:
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send a tensor from rank 0, in place; `WeightSyncError`: a process is gone or slow."""
+        """Overwrite a tensor with rank 0's; `WeightSyncError`: a process is gone or slow."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:

@@ -100,7 +100,7 @@ class PackedLinear:
         return packed
 
     def joined_with(self, weight: torch.Tensor, dtype: torch.dtype) -> list["LinearLayer"]:
-        """Return the layers whose weights are packed as one with this one; []: it is alone."""
+        """Return the layers packed together with this weight, its own included; []: none is."""
         layers = self._packable(dtype)
         joined = self._joined.get(id(weight), ())
         return [layers[id(other)] for other in joined]

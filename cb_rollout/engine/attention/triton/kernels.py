@@ -198,7 +198,7 @@ def stretch_at(begin, end, split, is_item, sizes, IS_WHOLE: tl.constexpr, IS_SHA
         end: the key after its last.
         split: the stretch's number in it.
         is_item: whether there is such a stretch.
-        sizes: int32 `[2]`: keys of a stretch of own keys, and of shared prompts.
+        sizes: int32 `[2]`: length of a stretch in a row's own keys, and in shared prompts.
         IS_WHOLE: whether nothing is cut.
         IS_SHARED: whether it is a stretch of a shared prompt.
     """
