@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 MAX_CHARACTERS = 200
 
 # Parts of the names of settings whose values are secrets.
-SECRET_NAMES = ("token", "api_key", "secret", "password")
+SECRET_NAMES = ("token", "api_key", "secret", "password", "authorization", "cookie")
 # Settings of that spelling which are counts of tokens, and no secrets, end so.
 COUNT_ENDINGS = ("_tokens", "_tokens_seen", "_token_ids", "_token_budget")
 
@@ -50,9 +50,10 @@ def changed_settings(settings: Any) -> dict[str, Any]:
 
 def is_secret(name: str) -> bool:
     """Return whether a setting of this name may be a secret."""
-    if name.endswith(COUNT_ENDINGS):
+    lowered = name.lower()
+    if lowered.endswith(COUNT_ENDINGS):
         return False
-    return any(part in name for part in SECRET_NAMES)
+    return any(part in lowered for part in SECRET_NAMES)
 
 
 def versions() -> dict[str, str]:

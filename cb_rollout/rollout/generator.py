@@ -630,6 +630,9 @@ class RolloutGenerator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; load the weights of that step into the model first.
 
+        A copy of the weights is synced with the model. With a sharded model, call it on every
+        process.
+
         Unfinished sequences continue with the random draws that they would have had; their keys are
         recomputed under the current weights. `manager.get_result()` returns them, and outputs that
         nobody had read. The policy version becomes the saved one, if that is higher.
@@ -638,7 +641,17 @@ class RolloutGenerator:
             InvalidRequestError: the state is not from this version of cb_rollout.
             RolloutError: requests are in flight.
         """
-        self.manager.load_state_dict(state)
+        self.manager.load_state_dict(state, self._sync_stale_copy)
+
+    def _sync_stale_copy(self) -> bool:
+        """Write the model's present weights into a copy; return whether they may be others."""
+        reasons = self.manager.pauses.reasons
+        is_unknown = self._weights.is_collective or PauseReason.WEIGHTS in reasons
+        if not is_unknown and not self._weights.differing():
+            return False
+        self._weights.sync()
+        self.manager.pauses.release(PauseReason.WEIGHTS)
+        return True
 
     def close(self) -> None:
         """Stop the servers and the background thread, and free the cache.

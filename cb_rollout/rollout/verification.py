@@ -243,7 +243,15 @@ class FirstRollout:
         self._is_due = has_stepped
         if has_stepped:
             _LOGGER.warning("the first rollout is sampled again: %s", manager.decode_path)
-        return has_stepped
+            return True
+        _LOGGER.warning(
+            "log-probabilities of the first rollout are %.3g times the model's own noise off a "
+            "plain forward (%.2g nats in the mean), and there is no plainer way to run decode "
+            "steps; compare with generator.verify() before you train on them.",
+            multiple,
+            report.mean,
+        )
+        return False
 
 
 def _is_comparable(request: Request, manager: ContinuousBatchingManager) -> bool:

@@ -32,6 +32,28 @@ def reloaded(state):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.parametrize("weight_sync", ["shared", "copy"])
+def test_weights_that_are_loaded_after_the_generator_was_made_sample(weight_sync):
+    """A copy has the weights that the model had when it was made."""
+    config = replace(CONFIG, weight_sync=weight_sync)
+    model = tiny_model(num_hidden_layers=1)
+    weights = copy.deepcopy(model.state_dict())
+    with RolloutGenerator(model, config) as generator:
+        generator.sync_weights()
+        generator.generate_batch(PROMPTS, max_new_tokens=4)
+        state = reloaded(generator.state_dict())
+        expected = list(generator.generate_batch(PROMPTS, max_new_tokens=8).values())
+    other = tiny_model(seed=1, num_hidden_layers=1)
+    with RolloutGenerator(other, config) as generator:
+        other.load_state_dict(weights)
+        generator.load_state_dict(state)
+        outputs = list(generator.generate_batch(PROMPTS, max_new_tokens=8).values())
+        assert generator.verify(4).max <= 1e-5
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert output.generated_tokens == wanted.generated_tokens
+        assert output.policy_versions == wanted.policy_versions
+
+
 def add_all(manager, inputs, params):
     """Add every input twice, in one group, and stream the first; return all ids."""
     request_ids = [

@@ -104,6 +104,7 @@ def test_a_run_without_steps_leaves_no_settings(tmp_path):
     ("name", "is_one"),
     [
         *(("hub_token", True), ("push_to_hub_token", True), ("wandb_api_key", True)),
+        *(("Authorization", True), ("set-cookie", True)),
         *(("max_batch_tokens", False), ("stop_token_ids", False), ("learning_rate", False)),
     ],
 )

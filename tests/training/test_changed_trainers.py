@@ -47,7 +47,7 @@ class Anneals(TrainerCallback):
         self.trainer.generation_config.max_new_tokens = 20
 
 
-@pytest.mark.filterwarnings("ignore:generation_kwargs set temperature:UserWarning")
+@pytest.mark.filterwarnings("ignore:temperature=.* is used:UserWarning")
 def test_a_generation_config_that_a_callback_changes_is_followed(tmp_path):
     callback = Anneals()
     trainer = callback.trainer = tiny_trainer(tmp_path, trainer_arguments={"callbacks": [callback]})

@@ -159,6 +159,22 @@ def test_a_temperature_that_the_loss_does_not_know_is_warned_of(tmp_path):
         attach(trainer).close()
 
 
+def test_a_temperature_that_was_changed_before_attach_is_warned_of(tmp_path):
+    """TRL fixes the loss's when the trainer is made."""
+    trainer = tiny_trainer(tmp_path)
+    trainer.temperature = trainer.generation_config.temperature = 0.5
+    with pytest.warns(UserWarning, match=r"temperature=0\.5 .*, but the loss divides logits by 1"):
+        attach(trainer).close()
+
+
+def test_another_trainer_of_the_model_that_changes_the_losss_temperature_is_warned_of(tmp_path):
+    trainer = tiny_trainer(tmp_path / "first", max_steps=2)
+    with attach(trainer, RolloutConfig(old_logps="rollout")):
+        tiny_trainer(tmp_path / "second", model=trainer.model, temperature=0.5)
+        with pytest.warns(UserWarning, match=r"=1 is used .*, but the loss divides logits by 0\.5"):
+            trainer.train()
+
+
 class Anneals(TrainerCallback):
     """Sets another temperature on the trainer after its first step."""
 
@@ -169,7 +185,7 @@ class Anneals(TrainerCallback):
         self._trainer.temperature = self._trainer.generation_config.temperature = 0.5
 
 
-@pytest.mark.filterwarnings("ignore:generation_kwargs set temperature")
+@pytest.mark.filterwarnings("ignore:temperature=0.5 is used")
 def test_old_logprobs_are_recomputed_once_the_temperature_is_not_the_losss(tmp_path):
     trainer = tiny_trainer(tmp_path, max_steps=4, num_iterations=2, steps_per_generation=1)
     trainer.add_callback(Anneals(trainer))

@@ -248,7 +248,7 @@ class Annealing(TrainerCallback):
         self.config.update(temperature=1 - step / 8, max_new_tokens=12 - 2 * step)
 
 
-@pytest.mark.filterwarnings("ignore:generation_kwargs set temperature")
+@pytest.mark.filterwarnings("ignore:temperature=.* is used")
 @pytest.mark.parametrize(
     "strategy",
     [None, OverSampling(num_extra_groups=1), OverSampling(num_extra_members=2), DynamicSampling()],

@@ -596,8 +596,16 @@ class ContinuousBatchingManager:
                 "outputs": [saved_output(output) for output in self._output_queue.untaken()],
             }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; see `RolloutGenerator.load_state_dict`."""
+    def load_state_dict(
+        self, state: Mapping[str, Any], sync_weights: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Continue from a `state_dict`; see `RolloutGenerator.load_state_dict`.
+
+        Args:
+            state: what `state_dict` returned.
+            sync_weights: writes the weights that generate, and returns whether they may be others
+                than before; called while the engine is paused.
+        """
         _require_state(state)
         with self.loop.paused():
             if unfinished := self.loop.unfinished():
@@ -607,7 +615,11 @@ class ContinuousBatchingManager:
                     "first request."
                 )
             self.input_processor.load_state_dict(state["draws"])
-            self.raise_policy_version(state["policy_version"])
+            version = state["policy_version"]
+            if sync_weights():
+                # No two weights have one number.
+                version = max(version, self.policy_version + 1)
+            self.raise_policy_version(version)
         self.restore_requests(state, self._output_queue)
 
     def raise_policy_version(self, policy_version: int) -> None:

@@ -34,7 +34,11 @@ from cb_rollout.integrations.trl.backend import (
     sampler_source,
     trains_split_model,
 )
-from cb_rollout.integrations.trl.guard import require_one_distribution, warn_of_bias
+from cb_rollout.integrations.trl.guard import (
+    loss_temperature,
+    require_one_distribution,
+    warn_of_bias,
+)
 from cb_rollout.integrations.trl.images import require_processor_for_images
 from cb_rollout.integrations.trl.on_policy import GenerationSeam
 from cb_rollout.integrations.trl.ordered_head import HEAD
@@ -106,7 +110,7 @@ def attach(
     require_known_ends(trainer, defaults)
     if generator.routers is not None and getattr(trainer.args, "torch_compile", False):
         raise refused("router replay, compiled")
-    warn_of_bias(trainer, config, defaults, trainer.temperature)
+    warn_of_bias(trainer, config, defaults, loss_temperature(trainer, config, trainer.temperature))
     _warn_of_dropout(trainer, config)
     if config.numerics == Numerics.BITWISE:
         _require_whole_outputs(trainer)

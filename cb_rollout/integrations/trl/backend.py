@@ -233,7 +233,7 @@ class GenerationBackend(TrainerCallback):
         self.generator = generator
         self._synced_step = synced_step
         self.made_at_temperature: float = getattr(trainer, "temperature", 1.0)
-        """The temperature that TRL's fused head divides by, whatever the trainer's is later."""
+        """The trainer's temperature when it was attached."""
         self.installed = ExitStack()
         self.context = RolloutContext(self._mode)
         """Of the rollout in progress, or of the last rollout."""

@@ -8,15 +8,18 @@ thread; with several processes all of them call it together.
 B: rows of a batch, T: tokens of a completion.
 """
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 
 from cb_rollout.compat.accelerate import shards_models
 from cb_rollout.compat.torch import compute_dtype
+from cb_rollout.compat.transformers import unwrap
 from cb_rollout.config import enums
 from cb_rollout.config.combinations import refused
 from cb_rollout.config.generation_fields import COUNTERPARTS
@@ -54,6 +57,9 @@ LOGGED = (
     "rollout/logprob_drift_chi_squared",
     "rollout/logprob_drift_effective_sample_size",
 )
+
+# The name of the forward in which trl 1.16 puts its fused head.
+FUSED_FORWARD = "_fused_forward"
 
 # Losses of trl 1.16 that weigh ratios smoothly.
 UNCLIPPED_LOSSES = ("sapo", "vespo")
@@ -487,12 +493,29 @@ def loss_temperature(trainer: Any, config: RolloutConfig, made_at_temperature: f
     Args:
         trainer: the trainer.
         config: its generator's config.
-        made_at_temperature: the temperature that the trainer was made with. TRL 1.16 fixes it in
-            the model's head, and ignores a temperature that a callback sets later. Our forward that
-            replays truncation uses the trainer's current temperature.
+        made_at_temperature: the trainer's temperature when it was attached, for a model without
+            TRL's fused head.
     """
-    replays = config.sampling_mask == enums.SamplingMaskMode.REPLAY
-    return trainer.temperature if replays else made_at_temperature
+    # Our forward that replays truncation uses the trainer's current temperature.
+    if config.sampling_mask == enums.SamplingMaskMode.REPLAY:
+        return trainer.temperature
+    of_head = fused_temperature(trainer.model)
+    return made_at_temperature if of_head is None else of_head
+
+
+def fused_temperature(model: torch.nn.Module) -> float | None:
+    """Return the number by which a model's fused head divides logits; None: it has no such head.
+
+    TRL 1.16 fixes it when a trainer is made. A temperature that is set later has no effect, and of
+    several trainers with one model the last one fixes it for all.
+    """
+    inner = unwrap(model)
+    # accelerate wraps the forward that TRL has set.
+    for forward in (vars(inner).get("forward"), getattr(inner, "_original_forward", None)):
+        function = getattr(forward, "__func__", None)
+        if isinstance(function, FunctionType) and function.__code__.co_name == FUSED_FORWARD:
+            return inspect.getclosurevars(function).nonlocals["temperature"]
+    return None
 
 
 def require_one_distribution(config: RolloutConfig, params: SamplingParams) -> None:
@@ -518,9 +541,10 @@ def warn_of_bias(
     biases = []
     if params.temperature != divisor:
         biases.append(
-            f"generation_kwargs set temperature={params.temperature:g} for sampling, but the loss "
-            f"divides logits by {divisor:g}, so its ratios belong to another policy. Set "
-            "temperature in the trainer's config instead, before the trainer is made."
+            f"temperature={params.temperature:g} is used for sampling, but the loss divides logits "
+            f"by {divisor:g}, so its ratios belong to another policy. Set temperature in the "
+            "trainer's config, before the trainer is made: TRL fixes it in the model then, for all "
+            "trainers of this model."
         )
     if params.is_truncated and config.sampling_mask != enums.SamplingMaskMode.REPLAY:
         truncations, bound = _truncations(params, trainer.args.max_completion_length)

@@ -149,6 +149,7 @@ class TrainerScoring:
         made_at = backend.made_at_temperature
         self._guard = LogprobGuard(trainer, generator, self._policy_logprobs, made_at)
         backend.parts.append(self._guard)
+        self._divisor = self._guard.loss_temperature
         self._has_rollout_func = getattr(trainer, "rollout_func", None) is not None
         # The same in every process: the corrections exchange data between all of them.
         self._corrects_ends = self._has_rollout_func or bool(
@@ -283,7 +284,10 @@ class TrainerScoring:
         if self._guard.is_due and self._packed is not None:
             self._packed.compare_again()
         context = self._backend.begin_rollout(collected=collected)
-        if context.has_new_settings:
+        divisor = self._guard.loss_temperature
+        if context.has_new_settings or divisor != self._divisor:
+            # Another trainer that is made with this model changes its head.
+            self._divisor = divisor
             self._check_new_settings()
         self._index.begin_rollout(trainer.model.training)
         is_masked = trainer.mask_truncated_completions
