@@ -276,7 +276,7 @@ class LoopRecords:
         is_number = hasattr(step, "__index__") and not isinstance(step, bool)
         if not is_number or index(step) < least:
             raise InvalidRequestError(
-                f"step={step!r}: pass a whole number from 1, or None to count the steps."
+                f"step={step!r}: pass a whole number from {least}, or None to count the steps."
             )
         return index(step)
 
