@@ -54,6 +54,22 @@ def test_weights_that_are_loaded_after_the_generator_was_made_sample(weight_sync
         assert output.policy_versions == wanted.policy_versions
 
 
+def test_an_unread_output_of_a_sequence_that_goes_on_has_no_end():
+    with RolloutGenerator(tiny_model(num_hidden_layers=1), CONFIG) as generator:
+        manager = generator.manager
+        manager.add_request(
+            PROMPTS[0], streaming=True, max_new_tokens=60, sampling_params=SamplingParams()
+        )
+        manager.start()
+        first = manager.get_result(timeout=60)
+        assert first.lifespan[1] == -1.0
+        with manager.pause():
+            state = reloaded(generator.state_dict())
+    going_on = [output for output in state["outputs"] if not output["finish_reason"]]
+    assert all(output["lifespan"][1] == -1.0 for output in going_on)
+    assert going_on
+
+
 def add_all(manager, inputs, params):
     """Add every input twice, in one group, and stream the first; return all ids."""
     request_ids = [

@@ -135,7 +135,6 @@ def saved_output(output: GenerationOutput) -> State:
     timestamps = output.timestamps
     if timestamps is not None:
         timestamps = [stamp - output.created_time for stamp in timestamps]
-    began, ended = output.lifespan
     return state | {
         "status": output.status.value,
         "finish_reason": finish_reason,
@@ -144,7 +143,7 @@ def saved_output(output: GenerationOutput) -> State:
         "images": _saved_images(output.images),
         # Seconds since the submission, as of a request.
         "timestamps": timestamps,
-        "lifespan": [began - output.created_time, ended - output.created_time],
+        "lifespan": _moved(output.lifespan, -output.created_time),
     }
 
 
@@ -160,7 +159,7 @@ def restored_output(state: Mapping[str, Any], num_versions: int = 0) -> Generati
     timestamps = state["timestamps"]
     if timestamps is not None:
         timestamps = [created_time + seconds for seconds in timestamps]
-    began, ended = state["lifespan"]
+    began, ended = _moved(state["lifespan"], created_time)
     plain = {name: state[name] for name in _OUTPUT_FIELDS}
     plain["policy_versions"] = _renumbered(state["policy_versions"], num_versions)
     return GenerationOutput(
@@ -172,8 +171,13 @@ def restored_output(state: Mapping[str, Any], num_versions: int = 0) -> Generati
         images=_restored_images(state["images"]),
         created_time=created_time,
         timestamps=timestamps,
-        lifespan=(created_time + began, created_time + ended),
+        lifespan=(began, ended),
     )
+
+
+def _moved(moments: Sequence[float], seconds: float) -> list[float]:
+    """Add seconds to each moment of a lifespan; -1, not yet, stays."""
+    return [moment if moment < 0 else moment + seconds for moment in moments]
 
 
 def _renumbered(runs: Sequence[Sequence[int]], num_versions: int) -> list[tuple[int, int]]:
