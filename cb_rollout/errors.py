@@ -3,12 +3,12 @@
     RolloutError
     +-- ConfigurationError      (ValueError)       a setting that cannot be honoured
     +-- InvalidRequestError     (ValueError)       a request that could never be served
-    +-- QueueFullError          (queue.Full)       `max_queue_size` requests wait already
+    +-- QueueFullError          (queue.Full)       `max_queue_size` requests are already waiting
     +-- IncompleteRolloutError  (RuntimeError)     some sequences failed; the rest are on `.outputs`
     +-- OutOfCacheMemoryError   (MemoryError)      the KV cache cannot hold what was asked
     +-- EngineDeadError         (RuntimeError)     the generation loop stopped; its cause is chained
     +-- WeightSyncError         (RuntimeError)     the rollout weights are not the trainer's
-    +-- LogprobDriftError       (ArithmeticError)  log-probabilities left the trainer's forward
+    +-- LogprobDriftError       (ArithmeticError)  log-probabilities differ from the trainer's
     +-- ToolTimeoutError        (TimeoutError)     a tool took longer than `tool_timeout_seconds`
 
 A message says what happened, with its numbers, then which setting to change. The package's own bugs
@@ -24,7 +24,7 @@ from cb_rollout.types import GenerationOutput
 if TYPE_CHECKING:
     from cb_rollout.rollout.audit.report import AuditReport
 
-# Most names in one error message.
+# Maximum number of names in one error message.
 MAX_NAMES = 20
 
 
@@ -35,7 +35,7 @@ def error_text(error: BaseException) -> str:
 
 
 def abbreviated(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first `MAX_NAMES` names in one text, and the number of the others."""
+    """Join the first `MAX_NAMES` names into one text, followed by the number of names left out."""
     rest = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return f"{separator.join(names[:MAX_NAMES])}{rest}"
 
@@ -88,8 +88,8 @@ class LogprobDriftError(RolloutError, ArithmeticError):
     """Sampled log-probabilities differ from the trainer's by more than `max_logprob_drift`.
 
     Attributes:
-        report: the audit of the sequences that differ; None: there was no audit, or another process
-            made it.
+        report: the audit of the sequences that differ; None if there was no audit, or if another
+            process made it.
     """
 
     def __init__(self, message: str, report: "AuditReport | None" = None) -> None:

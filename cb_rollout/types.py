@@ -171,9 +171,9 @@ class ScoredText:
     """Natural logarithms, one per token; None for the first token, which nothing predicts."""
     top_logprobs: list[list[tuple[int, float]] | None] | None
     """Per token, the most likely tokens at its position, as `(token id, natural logarithm)`, most
-    likely first; None for the first token. None if `top_k` is 0."""
+    likely first; None for the first token. The field itself is None if the call's `top_k` is 0."""
     policy_version: int
-    """The version of the weights that scored it."""
+    """Version of the weights that scored the text."""
 
 
 @dataclass(frozen=True, slots=True)

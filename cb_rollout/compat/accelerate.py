@@ -56,7 +56,7 @@ def forward_of(module: Any) -> object:
 
 
 def shards_models(accelerator: Any) -> bool:
-    """Return whether accelerate 1.15 shards the models that it prepares, by FSDP or ZeRO-3."""
+    """Return whether accelerate 1.15 shards the models that it prepares, with FSDP or ZeRO-3."""
     if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         return True
     return zero_stage(accelerator) == 3

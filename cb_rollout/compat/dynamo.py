@@ -1,4 +1,4 @@
-"""Compile a traced graph by `torch.compile`, with the user's settings (torch 2.11 to 2.13).
+"""Compile a traced graph with `torch.compile` and the user's settings (torch 2.11 to 2.13).
 
 Inductor writes to this user's cache folder, compiles in this process, and rounds to 16 bits where
 the model does; `options` may change the last two. Settings that `torch.compile` refuses are refused
@@ -34,16 +34,16 @@ def compile_module(
     Args:
         module: the traced graph.
         fullgraph: raise an error where dynamo would leave a part to Python.
-        dynamic: compile for any size; None: from the second size on.
+        dynamic: compile for any size; None: for any size from the second size on.
         backend: the name of a backend of `torch.compile`, or a function.
-        mode: a name of `torch.compile` for several options; None: none.
-        options: of the backend, and `guard_filter_fn`.
+        mode: a name that stands for several options of `torch.compile`; None: no such options.
+        options: options of the backend, and `guard_filter_fn`.
 
     Raises:
         RuntimeError: torch knows no such backend, mode or option.
     """
     named = dict(options or {})
-    # Torch's own option, which inductor does not know.
+    # An option of torch itself, which inductor does not know.
     filters = {}
     if "guard_filter_fn" in named:
         filters["guard_filter_fn"] = named.pop("guard_filter_fn")
@@ -91,7 +91,7 @@ class _Inductor:
     """The backend "inductor", compiling into this user's cache folder."""
 
     def __init__(self, patches: dict[str, Any], dynamic: bool | None) -> None:
-        # What torch.compile makes of backend="inductor"; it checks the options.
+        # torch.compile makes this wrapper for backend="inductor"; the wrapper checks the options.
         self._compile = torch._TorchCompileInductorWrapper(None, patches, dynamic)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Any:

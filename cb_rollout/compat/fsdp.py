@@ -24,7 +24,8 @@ def _fsdp_groups(model: torch.nn.Module) -> Iterator[Any]:
 def fsdp_shards(model: torch.nn.Module) -> dict[int, torch.Tensor]:
     """Return the shard of each parameter that FSDP2 shows unsharded, by the parameter's id.
 
-    A forward leaves some unsharded until the next backward, cast to its compute dtype (torch 2.13).
+    A forward leaves some parameters unsharded until the next backward, cast to its compute dtype
+    (torch 2.13).
     """
     shards = {}
     for group in _fsdp_groups(model):
@@ -59,7 +60,7 @@ def fsdp1_parameters(
     behind: dict[int, torch.Tensor] = {}
     units = fsdp1_units(model)
     if units[0]._is_root is None:
-        # torch makes the first unit that gathers parameters the root: gather in the root first.
+        # torch makes the first unit that gathers parameters the root, so the root gathers first.
         with FullyShardedDataParallel.summon_full_params(units[0], recurse=False, writeback=False):
             pass
     for unit in units:
@@ -145,6 +146,6 @@ def write_state(tensor: torch.Tensor) -> tuple[int, int]:
     """
     local = local_part(tensor)
     if local.is_inference():
-        # Torch counts no write to a tensor of inference mode.
+        # Torch does not count writes to a tensor of inference mode.
         return local.data_ptr(), 0
     return local.data_ptr(), tensor._version + local._version

@@ -1,9 +1,10 @@
 """Use private APIs of torch (2.11 to 2.13) to compile C++, and to trace and compile graphs.
 
-`torch.utils.cpp_extension` needs ninja, Python's headers and torch's own; inductor's `CppBuilder`
-knows the compiler, the CPU's flags and torch's OpenMP. `torch.export` needs every input named and
-every mutation declared; `make_fx`, below it, records what runs. `torch.compile` would trace the
-graph again and check guards at each call; `standalone_compile` does neither.
+`torch.utils.cpp_extension` needs ninja, Python's headers and torch's headers; inductor's
+`CppBuilder` knows the compiler, the CPU's flags and torch's OpenMP. `torch.export` needs every
+input named and every mutation declared; `make_fx`, on which it builds, records what runs.
+`torch.compile` would trace the graph again and check guards at each call; `standalone_compile` does
+neither.
 
 Compiled code is stored in the user's `cache_folder` and loaded from there, so a folder or a file
 that another user made or may write to is refused. Torch's default folder is in the temporary folder
@@ -39,7 +40,7 @@ from torch.overrides import TorchFunctionMode
 from cb_rollout.compat.patching import replacing
 from cb_rollout.errors import ConfigurationError
 
-# Multiply and add in one instruction, which inductor forbids its own kernels.
+# Multiply and add in one instruction, which inductor forbids in its own kernels.
 CONTRACT_FLAG = "-ffp-contract=fast"
 
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -48,8 +49,8 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def cache_folder(name: str = "") -> Path:
     """Return `$XDG_CACHE_HOME/cb_rollout`, else `~/.cache/cb_rollout`, or a folder in it.
 
-    Created if missing, accessible to this user only. Raises `ConfigurationError` if another user
-    made it or may write to it, or if it cannot be written.
+    The folder is created if missing, accessible to this user only. Raises `ConfigurationError` if
+    another user made the folder or may write to it, or if it cannot be written.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (caches / "cb_rollout", caches / "cb_rollout" / name):
@@ -64,7 +65,7 @@ def cache_folder(name: str = "") -> Path:
                 f"{folder} cannot be used as a cache ({error}); set XDG_CACHE_HOME to a folder of "
                 "your own."
             ) from error
-    # Links are followed here: another user could turn one later.
+    # Links are resolved here, because another user could redirect a link later.
     return folder.resolve()
 
 
@@ -97,9 +98,10 @@ def compile_library(
 
     Args:
         source: the C++ source.
-        contracts: let the compiler join products and sums, in some loops and not in others.
-        approve: called with the library's path before this process loads it; what it raises is
-            raised.
+        contracts: let the compiler fuse products and sums, which it does in some loops and not in
+            others.
+        approve: called with the library's path before this process loads it; its exceptions are
+            passed on.
 
     Raises:
         ConfigurationError: another user may have written the library.
@@ -121,7 +123,7 @@ def compile_library(
                 builder = cpp_builder.CppBuilder("kernel", str(text), options, build)
                 builder.build()
                 built = Path(builder.get_target_file_path())
-                # A umask may let a group write what its user makes.
+                # The umask may let the user's group write to new files.
                 built.chmod(0o700)
                 built.replace(path)
         require_own(path)
@@ -257,7 +259,7 @@ _MERGED = (
 
 
 def merge_casts(graph: fx.Graph) -> None:
-    """Merge equal casts and views of a traced graph, in place, unless an operator writes them.
+    """Merge equal casts and views of a traced graph, in place, unless an operator writes to them.
 
     Under autocast each of a layer's products casts the same rows. torch's `fx_graph_cse` (2.13)
     would also merge tensors if a later operator writes to one of them.
@@ -307,7 +309,7 @@ def propagate_fake_tensors(graph: fx.Graph) -> None:
 
 
 def compile_graph(graph: fx.Graph) -> Callable[..., torch.Tensor]:
-    """Compile a traced graph with one output by inductor (torch 2.11 to 2.13)."""
+    """Compile a traced graph with one output, with inductor (torch 2.11 to 2.13)."""
     (output,) = graph.find_nodes(op="output")
     output.args = ((output.args[0],),)
     compiled = compile_outputs(graph)
@@ -315,7 +317,7 @@ def compile_graph(graph: fx.Graph) -> Callable[..., torch.Tensor]:
 
 
 def compile_outputs(graph: fx.Graph) -> Callable[..., Sequence[torch.Tensor]]:
-    """Compile a traced graph that returns a tuple by inductor (torch 2.11 to 2.13)."""
+    """Compile a traced graph that returns a tuple, with inductor (torch 2.11 to 2.13)."""
     examples = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     # Compile in this process: workers would outlive a training run's forks. Round to 16 bits where
     # the model rounds, also inside of a fused kernel. A trace is tried before it is used, so its
@@ -335,7 +337,7 @@ def compile_outputs(graph: fx.Graph) -> Callable[..., Sequence[torch.Tensor]]:
             options={"config_patches": patches},
         )
 
-    # A graph that calls it needs a name for it.
+    # A graph that calls this function needs a name for it.
     def compiled(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
         return artifact(*inputs)
 

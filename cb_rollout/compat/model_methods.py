@@ -37,7 +37,9 @@ def route_of(model: PreTrainedModel) -> Any:
 
 
 def set_route(model: PreTrainedModel, methods: Any) -> None:
-    """Route a model's `METHODS` to `methods`, which gets the model first; None ends the route.
+    """Route a model's `METHODS` to `methods`; None ends the route.
+
+    The methods of `methods` get the model as their first argument.
 
     Raises:
         ConfigurationError: the model's methods are not those of `ContinuousMixin`.

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # Attributes that every module has, such as its hooks.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
-# Settings that say how a forward runs, is trained or is described, and not what it computes. The
-# offsets of images belong to the last rows; `max_seq_len_cached` is the longest row so far.
+# Settings that say how a forward runs, is trained or is described, and not what it computes.
+# `rope_deltas` are offsets for the latest rows; `max_seq_len_cached` is the longest row so far.
 _WITHOUT_EFFECT = frozenset(
     (
         "gradient_checkpointing",
@@ -56,7 +56,7 @@ _WITHOUT_EFFECT_IN_CONFIGS = _WITHOUT_EFFECT | {
 # Attributes by which a module of PEFT says what it computes.
 _ACTIVE = ("_active_adapter", "_disable_adapters")
 
-# Standard deviation of what stands for zeros of an adapter.
+# Standard deviation of the random numbers that replace an adapter's zeros.
 MOVED_SIZE = 0.1
 
 # numpy's numbers are numbers too.
@@ -116,15 +116,15 @@ def _configs(model: torch.nn.Module) -> Iterator[PreTrainedConfig]:
         if id(config) in seen or not isinstance(config, PreTrainedConfig):
             continue
         seen.add(id(config))
-        # A model that holds others has a config for each.
+        # A model that contains other models has a config for each of them.
         waiting += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
         yield config
 
 
 def is_adapter(module: torch.nn.Module) -> bool:
-    """Return whether PEFT (0.21) runs a layer: it keeps there which adapters are active.
+    """Return whether a module is a layer of PEFT (0.21), which stores which adapters are active.
 
-    Some layers have the switch on their class, until it is first set.
+    In some layers, the switch is an attribute of their class until it is first set.
     """
     return "_disable_adapters" in vars(module) or hasattr(type(module), "_disable_adapters")
 
@@ -151,8 +151,8 @@ def merged_adapters(model: torch.nn.Module) -> list[str]:
 def with_active_adapter(model: torch.nn.Module, name: str) -> Iterator[None]:
     """Make only one adapter compute inside the block, as PEFT's `set_adapter` does.
 
-    `set_adapter` also changes which parameters train, which this leaves alone. A module or tokens
-    that PEFT trains beside adapters run as the base has them where the adapter has none of its own.
+    `set_adapter` also changes which parameters train; this function does not. PEFT can also train
+    whole modules or tokens with an adapter; if this adapter has none, the base model's run.
     """
     before: list[tuple[torch.nn.Module, dict[str, object]]] = []
     try:
@@ -161,15 +161,15 @@ def with_active_adapter(model: torch.nn.Module, name: str) -> Iterator[None]:
                 continue
             attributes = vars(module)
             before.append((module, {key: attributes[key] for key in _ACTIVE if key in attributes}))
-            # A module that is trained itself, and one of trained tokens, look up every name; other
-            # layers pass over those that they miss.
+            # Layers for whole trained modules, and for trained tokens, look up every active name;
+            # other layers skip the names that they do not have.
             own = attributes.get("_adapters", attributes.get("token_indices"))
             attributes["_disable_adapters"] = own is not None and name not in own
             attributes["_active_adapter"] = [name]
         yield
     finally:
         for module, values in before:
-            # Written in place, because a different order of the attributes is a different state.
+            # Written in place, because another order of the attributes would be another state.
             vars(module).update(values)
             for key in _ACTIVE:
                 if key not in values:
@@ -281,7 +281,7 @@ def _zero_parameters_of_adapters(
             if path.startswith("base_layer"):
                 continue
             for name, parameter in list(module._parameters.items()):
-                # Of a shard, or of quantised weights, the class is another.
+                # Shards and quantised weights have another class.
                 if parameter is None or type(parameter) is not torch.nn.Parameter:
                     continue
                 if id(parameter) in seen or not parameter.numel():
@@ -317,7 +317,7 @@ def forward_identity(model: PreTrainedModel, *, is_autocast: bool = False) -> tu
         model: the model that generates.
         is_autocast: True if the engine calls the forward that `below_accelerate` returns.
             accelerate 1.15 replaces `forward` when it prepares a model, and the new one may change
-            the dtype of the keys. That counts as a change only if the engine calls the new one.
+            the dtype of the keys. That counts as a change only if the engine calls the new forward.
     """
     parameter = next(model.parameters())
     modules = tuple(weakref.ref(module) for module in model.modules())
@@ -364,7 +364,7 @@ def captured_weights(model: torch.nn.Module, *, by_address: bool) -> list[object
 
 
 def captured_code(model: torch.nn.Module) -> list[object]:
-    """List what a captured forward ran: the part of `captured_weights` that is no tensor's place.
+    """List what a captured forward ran: `captured_weights` without the places of tensors.
 
     Args:
         model: the model whose forward is captured.
@@ -393,7 +393,8 @@ class ComputedFunction:
         """Return whether the function changed since the last check.
 
         Args:
-            num_steps: steps of the model's optimizers so far; torch counts no write by a fused one.
+            num_steps: steps of the model's optimizers so far; torch does not count the writes of a
+                fused optimizer.
         """
         writes = [write_state(tensor) for tensor in watched_tensors(self._model)]
         now = (num_steps, writes, model_settings(self._model), module_code(self._model))

@@ -1,9 +1,9 @@
 """Replace the grouped product that transformers' experts call (5.17 to 5.23).
 
-`experts_implementation="grouped_mm"`, transformers' default, calls torch's grouped product, sorted
-tokens by stacked weights. Torch (2.11 to 2.13) has a kernel for bfloat16 on compute capability 9
-and 10. Elsewhere torch reads the end of each group on the host, so the step waits for the device
-and cannot be captured.
+`experts_implementation="grouped_mm"`, transformers' default, calls torch's grouped product, which
+multiplies sorted tokens by stacked weights. Torch (2.11 to 2.13) has a kernel for bfloat16 on
+compute capability 9 and 10. Otherwise torch reads the end of each group on the host, so the step
+waits for the device and cannot be captured.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def waits_for_groups(weight: torch.Tensor) -> bool:
 
 
 def replacing_grouped_product(product: GroupedProduct) -> AbstractContextManager[None]:
-    """Make experts in this thread use `product` where torch's own kernel would wait.
+    """Make experts in this thread use `product` if torch's own kernel would wait.
 
     Any thread may call. A release of transformers without the function is left as it is.
     """
@@ -59,8 +59,9 @@ def _product(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> t
     product = _PATCH.of_thread
     if product is None or not waits_for_groups(weight):
         return _PATCH.own(input, weight, offs)
-    # Under autocast the input may be wider than the weight, which transformers casts it to. Where a
-    # check computes in a higher precision, the cast gives that one, and the kernel takes one dtype.
+    # Under autocast the input may be wider than the weight; transformers casts the input to the
+    # weight's dtype. While a check computes in a higher precision, the cast returns that precision
+    # instead; then the weight is cast too, because the kernel takes one dtype.
     rows = input.to(weight.dtype)
     return product(rows, weight.to(rows.dtype), offs)
 

@@ -21,7 +21,7 @@ from cb_rollout.compat.transformers import (
     model_eos_token_ids,
 )
 
-# Suffixes of a config's names of placeholders: `image_token_id`, `video_token_index`, ...
+# Attributes of a config that have the ids of placeholders.
 PLACEHOLDERS = (
     "image_token_id",
     "image_token_index",
@@ -108,7 +108,7 @@ def never_sampled_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def image_argument_names(model: PreTrainedModel) -> frozenset[str]:
-    """Return the argument names of the forward and of the inner model that it passes them to.
+    """Return the argument names of the forward, and of the inner model if it passes them on.
 
     Read from the class, like `forward_argument_names`.
     """

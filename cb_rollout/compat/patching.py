@@ -36,7 +36,7 @@ class CountedPatch:
         self._num_inside = 0
         self._threads = threading.local()
         self.own: Any = None
-        """The owner's value, kept for a thread that reads it when the last one leaves."""
+        """The owner's value; it is kept for a thread that reads it while the last thread leaves."""
 
     @property
     def of_thread(self) -> Any:
@@ -47,7 +47,7 @@ class CountedPatch:
     def installed(self, given: Any = None) -> Iterator[None]:
         """Replace the attribute; restore it when the last thread leaves.
 
-        `given`: a value for the replacement to read in this thread; None: keep the present one.
+        `given`: a value for the replacement to read in this thread; None: keep the current value.
         """
         with self._lock:
             if not self._num_inside:

@@ -1,8 +1,8 @@
 """Give each row the rotary frequencies for its own length, not for the longest row of the batch.
 
-transformers 5.23 (`dynamic_rope_update` in modeling_rope_utils.py) takes the short or the long
+transformers 5.23 (`dynamic_rope_update` in modeling_rope_utils.py) chooses the short or the long
 factors of `rope_type="longrope"` by the largest position of a call, and keeps the frequencies of
-`"dynamic"` for later calls. It reads the RoPE types that rotary modules name, and knows no
+`"dynamic"` for later calls. This module reads the RoPE types that rotary modules name, and knows no
 architecture. Called by the thread that runs the model.
 
 B: rows, N: tokens of all rows, Q: tokens of a row, D: size of a rotation.
@@ -43,7 +43,8 @@ class RowRope:
     def by_row(self, sides: Sequence[int], counts: Sequence[int] | None = None) -> Iterator[None]:
         """Compute each row with the factors for its whole length, later tokens included.
 
-        `counts`: each row's tokens, where one row of the forward holds them all; None: none does.
+        `counts`: the number of tokens in each row, if one row of the forward holds all rows; None:
+            the rows are separate.
         """
         # transformers itself takes the short factors if no row is long.
         if not any(sides):
@@ -105,7 +106,7 @@ def rotary_modules(
     for module in modules:
         types = getattr(module, "rope_type", None)
         if next(module.buffers(recurse=False), None) is None:
-            # It passes the name on, and computes no frequencies.
+            # The module only passes the type on, and computes no frequencies.
             continue
         if isinstance(types, str):
             yield module, {None: types}
@@ -125,7 +126,7 @@ def _selecting(
 ) -> Callable[..., Any]:
     """Return a rotary module's forward that chooses each row's factors by its side.
 
-    `limits`: for each kind of layer the longest row of the short factors, and its side.
+    `limits`: for each layer type, the longest row with short factors, and the side of that row.
     """
 
     def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:

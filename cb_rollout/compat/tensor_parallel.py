@@ -21,12 +21,15 @@ class Split:
     dim: int
     """Dimension that is divided, from 0."""
     indices: tuple[torch.Tensor, ...]
-    """Indices along it that each process of the group holds: int64, ascending, on the CPU."""
+    """Indices along `dim` that each process of the group holds: int64, ascending, on the CPU."""
     rank: int
     """This process's rank in the group."""
 
     def part(self, whole: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """Return this process's part of a whole tensor, or of its factor divided along `dim`."""
+        """Return this process's part of a whole tensor.
+
+        `dim`: the dimension to divide, if it is not the tensor's own, as for an adapter's factor.
+        """
         indices_here = self.indices[self.rank].to(whole.device)
         return whole.index_select(self.dim if dim is None else dim, indices_here)
 
@@ -100,7 +103,7 @@ def with_storage(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def split_of(tensor: torch.Tensor) -> Split | None:
-    """Return how a tensor is split over its one-dimensional mesh; None if it is not."""
+    """Return how a tensor is split over its one-dimensional mesh; None if it is not split."""
     if not isinstance(tensor, DTensor):
         return None
     placement: Any = tensor.placements[0]

@@ -28,7 +28,7 @@ _signature = cache(inspect.signature)
 
 
 def plain_class(model: Module) -> type[Module]:
-    """Return a module's class before torch 2.13's `fully_shard` replaced it by a subclass."""
+    """Return a module's class before torch 2.13's `fully_shard` replaced it with a subclass."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
@@ -62,7 +62,7 @@ def as_in_evaluation(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str,
 def compute_dtype(model: torch.nn.Module, mixed_precision: str = "no") -> torch.dtype:
     """Return the dtype of forwards: bfloat16, or the first floating-point parameter's.
 
-    `mixed_precision`: accelerate's; bfloat16 stands for float16 too, which rounds no more.
+    `mixed_precision`: accelerate's setting; bfloat16 stands for float16 too, which rounds less.
     """
     if mixed_precision != "no":
         return torch.bfloat16
@@ -100,7 +100,7 @@ def exact_float32_products() -> Iterator[None]:
 def multiplies_bfloat16() -> bool:
     """Return whether this CPU has bfloat16 matrix instructions (torch 2.11 to 2.13).
 
-    Without them torch's bfloat16 products take far longer than float32 ones, or are emulated.
+    Without them torch's bfloat16 products take far longer than float32 products, or are emulated.
     """
     emulates = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported() and not emulates
@@ -117,7 +117,7 @@ class DropoutSite(NamedTuple):
 
 
 def dropout_sites(model: torch.nn.Module) -> Iterator[DropoutSite]:
-    """Yield every dropout rate, zeros included: of modules, and numbers that forwards pass on."""
+    """Yield every dropout rate, zeros included: of modules, or stored for a forward to pass on."""
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd):
             yield DropoutSite(name, module, "p", float(module.p))
@@ -138,7 +138,7 @@ def without_dropout(model: torch.nn.Module) -> AbstractContextManager[None]:
     return replacing([(site.module, site.attribute, 0.0) for site in dropout_sites(model)])
 
 
-# torch 2.13's unpadded attention takes these; an earlier release may have none.
+# What torch 2.13's unpadded attention accepts; an earlier release may have no such attention.
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_CAPABILITY = (8, 0)
 VARLEN_MAX_HEAD = 256
@@ -184,12 +184,12 @@ def noting_saved_bytes(model: torch.nn.Module) -> Iterator[dict[int, int]]:
         yield saved
 
 
-# Hooks that need no call of their own once a forward is captured, by where they are defined.
-# transformers 5.23 hooks embeddings for gradient checkpointing under adapters, which does nothing
-# without gradients; TRL 1.16 casts the embeddings of a model whose head is float32; `bitwise` gives
-# positions where a forward has none, and a step's forward has its own; transformers hooks every
-# layer of a model that was once asked for hidden states, as LLaVA asks its vision tower, and its
-# hooks do nothing unless a forward asks.
+# Hooks that need not be called once a forward is captured, by where they are defined. transformers
+# 5.23 hooks embeddings for gradient checkpointing under adapters, which does nothing without
+# gradients; TRL 1.16 casts the embeddings of a model whose head is float32; `bitwise` gives
+# positions to a forward that has none, but a step's forward has positions; transformers hooks every
+# layer of a model that was once asked for hidden states, as LLaVA asks its vision tower, but these
+# hooks do nothing unless a forward asks for hidden states.
 CAPTURED_HOOKS = (
     "install_output_capuring_hook.<locals>.",
     "_position_hook.<locals>.",
@@ -286,7 +286,7 @@ def _libgomp() -> ctypes.CDLL | None:
         return None
     paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
     loaded = [path for path in paths if "/libgomp" in path]
-    # Of two, it is unclear which one torch computes with.
+    # If two are loaded, it is unclear which of them torch computes with.
     if len(loaded) != 1:
         return None
     library = ctypes.CDLL(loaded[0])
@@ -309,7 +309,7 @@ def empty_host_cache() -> None:
     """Give the pinned memory of freed tensors back to the system (torch 2.11 to 2.13)."""
     if not torch.cuda.is_initialized():
         return
-    # torch 2.13 calls it after the accelerator; releases before it, after the host.
+    # torch 2.13 names the function after the accelerator, earlier releases after the host.
     for name in ("_accelerator_emptyHostCache", "_host_emptyCache"):
         empty = getattr(torch._C, name, None)
         if empty is not None:
@@ -328,24 +328,24 @@ def clear_cublas_workspaces() -> None:
 
     Does what `torch._inductor.cudagraph_trees.clear_cublass_cache` does in torch 2.11 to 2.13.
     """
-    # Only a build with CUDA has it.
+    # Only a build with CUDA has this function.
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:
         clear()
 
 
 def leave_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Have a device's allocator and random numbers forget a capture whose end raised.
+    """Make a device's allocator and random generator forget a capture whose end raised.
 
-    The allocator (torch 2.11 to 2.13) would take the capture as still under way, and while one is,
-    it never reuses memory that a second stream has used. Random numbers of training would raise
-    before torch 2.13, as outside of a capture that they belong to.
+    The allocator (torch 2.11 to 2.13) would treat the capture as still under way, and during a
+    capture it never reuses memory that a second stream has used. Before torch 2.13, the generator
+    would still belong to the capture, and drawing random numbers in training would raise.
 
     Args:
-        device: with an index; the calling thread's current one.
+        device: a device with an index; the calling thread's current device.
         pool: the memory pool that the capture allocated in.
     """
-    # It raises if the capture's own end got so far.
+    # This call raises if the end of the capture already did the same.
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
@@ -362,15 +362,15 @@ _COMMON_POOL = (0, 0)
 
 
 def unused_pool_bytes(device: torch.device) -> int:
-    """Return the bytes that private pools hold unused, which serve captures of their CUDA graphs.
+    """Return the unused bytes in private pools, which serve captures of the pools' CUDA graphs.
 
-    torch's own statistics (2.11 to 2.13) count them as memory that any tensor may take.
+    torch's own statistics (2.11 to 2.13) count these bytes as memory that any tensor may take.
 
     Args:
         device: a CUDA device, with an index.
     """
     if torch.cuda.get_allocator_backend() != "native":
-        # Another allocator keeps no such pools, or tells nothing of them.
+        # Other allocators have no such pools, or do not report them.
         return 0
     num_bytes = 0
     for segment in torch.cuda.memory_snapshot():

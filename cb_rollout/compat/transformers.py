@@ -19,8 +19,8 @@ from cb_rollout.compat.fsdp import has_fsdp2, is_sharded
 from cb_rollout.compat.patching import CountedPatch, replacing
 from cb_rollout.errors import ConfigurationError
 
-# The argument of a forward that takes the cache: `cache` since transformers 5.24; before, Mamba's
-# is `cache_params`, others' `past_key_values`. RWKV's is `state`, which is no Cache.
+# The argument of a forward that takes the cache: `cache` since transformers 5.24. Before, it is
+# `cache_params` in Mamba and `past_key_values` in others. In RWKV it is `state`, which is no Cache.
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params", "state")
 
 # A cache layer that stores nothing; transformers 5.17 lacks it, and takes an empty layer.
@@ -30,7 +30,8 @@ DummyLayer: Any = getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)
 def unwrap(model: torch.nn.Module) -> PreTrainedModel:
     """Return the transformers model inside DDP, `torch.compile` and PEFT wrappers.
 
-    A PEFT adapter stays active, as its layers are inside; one that needs its wrapper is refused.
+    A PEFT adapter stays active, because its layers are inside the returned model. Adapters for
+    prompt learning are refused.
     """
     *_, innermost = _wrappers(model)
     assert isinstance(innermost, PreTrainedModel)
@@ -52,7 +53,7 @@ def trained_forward(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def generation_config_of(model: torch.nn.Module) -> Any:
-    """Return the default generation config of a model's `generate`; None: it has none.
+    """Return the default generation config of a model's `generate`; None if it has none.
 
     A config on PEFT's wrapper (0.21) takes precedence over the inner model's.
     """
@@ -133,7 +134,7 @@ def refuse_what_cannot_generate(model: PreTrainedModel) -> None:
             "AutoModelForCausalLM."
         )
     embedding = None
-    # transformers 5.23 raises for a model that only holds others, as a thinker and a talker.
+    # transformers 5.23 raises for a model that only contains others, such as thinker and talker.
     with suppress(NotImplementedError):
         embedding = model.get_input_embeddings()
     if not hasattr(embedding, "weight"):
@@ -177,7 +178,7 @@ def tensor_parallel_group(model: PreTrainedModel) -> ProcessGroup | None:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Return whether weights are quantized; transformers 5.23 marks the model, others the dtype."""
+    """Return whether weights are quantized: transformers 5.23 says so, or a dtype shows it."""
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None):
         return True
     return not all(parameter.is_floating_point() for parameter in model.parameters())
@@ -281,7 +282,7 @@ PAGEABLE_KINDS = (
     "sliding_attention",
     "chunked_attention",
     "indexed_attention",
-    # As transformers 5.17 has it.
+    # The name in transformers 5.17.
     "deepseek_sparse_attention",
     "qwen_sparse_attention",
     "minimax_m3_sparse",
@@ -318,7 +319,7 @@ def token_index(layer: Any) -> tuple[torch.Tensor | None, int]:
 Attention = Callable[..., Any]
 
 
-# The function that computes every thread's attention in place of the models' own.
+# Functions that replace models' own attention in every thread; the last function is used.
 _EVERYWHERE: list[Attention] = []
 
 
@@ -349,7 +350,7 @@ def replacing_attention(attend: Attention) -> AbstractContextManager[None]:
 
 @contextmanager
 def computing_attention(attend: Attention) -> Iterator[None]:
-    """Replace models' own attention functions by `attend(own_attention, module, query, ...)`.
+    """Replace models' own attention functions with `attend(own_attention, module, query, ...)`.
 
     This applies to every thread, and inside `replacing_attention`, whose function receives `attend`
     as the model's own attention. Contexts may be nested. Any thread may enter one.
@@ -425,8 +426,8 @@ def attention_implementation(module: torch.nn.Module) -> str:
 def attention_mask_dtype(implementation: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the mask that an attention function takes (transformers 5.23).
 
-    Booleans, where no mask at all means causal; or numbers of `dtype` that are added to the scores.
-    Refuses an unknown mask.
+    The mask holds booleans, and then no mask at all means causal; or it holds numbers of `dtype`,
+    which are added to the scores. Refuses an unknown mask.
     """
     mask = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation)
     if mask not in (sdpa_mask, eager_mask):
@@ -465,7 +466,10 @@ def replacing_forward(module: Any, forward: Callable[..., Any]) -> AbstractConte
 
 
 def backbone_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the model without its head (transformers 5.23); refuse one that is both in one."""
+    """Return the model without its head (transformers 5.23).
+
+    Refuses a model whose head and layers are one module.
+    """
     # OPT's head reads its decoder, inside its base model.
     backbone = model.get_decoder()
     if backbone is None or backbone is model:

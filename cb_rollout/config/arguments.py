@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from cb_rollout.config.checks import real_number, whole_number
 from cb_rollout.config.rollout import RolloutConfig
 
-# `seed` is the trainer's own argument. The others hold pairs, objects, or a single value.
+# `seed` is the trainer's argument. `use_async_batching` is None, True or False, `use_cuda_graph`
+# may be a pair, and `varlen_compile_config` is an object.
 _LEFT_OUT = ("seed", "use_async_batching", "use_cuda_graph", "varlen_compile_config")
 
 _HINTS = get_type_hints(RolloutConfig)
@@ -42,8 +43,8 @@ def _may_be_word(name: str) -> bool:
 
 
 def _value(name: str, parsed: Any) -> Any:
-    """Convert a string to a number where it is one; `RolloutConfig` refuses other strings."""
-    # A yaml file has numbers, which stay as they are.
+    """Convert a string that spells a number; `RolloutConfig` checks every other string."""
+    # Numbers from a yaml file stay as they are.
     if isinstance(parsed, str) and _may_be_word(name):
         read = real_number
         if int in get_args(_HINTS[name]):
@@ -54,7 +55,7 @@ def _value(name: str, parsed: Any) -> Any:
 
 
 def _rollout_config(arguments: Any) -> RolloutConfig:
-    """Return the settings as `attach` takes them; `ConfigurationError`: one is refused."""
+    """Return the `RolloutConfig` to pass to `attach`; `ConfigurationError` for a refused value."""
     settings: dict[str, Any] = {}
     for field in _FIELDS:
         parsed = getattr(arguments, field.name)
@@ -63,7 +64,7 @@ def _rollout_config(arguments: Any) -> RolloutConfig:
 
 
 def _argument(name: str, parsed_type: Any, default: Any, help_text: str) -> tuple[str, Any, Any]:
-    # argparse takes a percent sign for a format.
+    # argparse reads a percent sign as the start of a format specifier.
     metadata = {"help": help_text.replace("%", "%%")}
     return name, parsed_type, dataclasses.field(default=default, metadata=metadata)
 
@@ -86,5 +87,6 @@ RolloutArguments: Any = dataclasses.make_dataclass(
     },
 )
 """For `TrlParser((ScriptArguments, GRPOConfig, ModelConfig, RolloutArguments))`: every field of
-`RolloutConfig` under its name, except `seed`, which is the trainer's, and those that are not
-available; and `use_cb_rollout`, which a script asks before it calls `attach`."""
+`RolloutConfig` under its name, except `seed`, which is the trainer's, `use_async_batching`,
+`use_cuda_graph` and the two compile configs. A script reads the additional field `use_cb_rollout`
+to decide whether to call `attach`."""

@@ -49,7 +49,7 @@ def require_arguments(
     Args:
         given: names of the passed arguments.
         known: names that the call accepts.
-        call: its name.
+        call: name of the call, for the message.
         error: class of the error to raise.
     """
     complaint = f"{call} has no argument"

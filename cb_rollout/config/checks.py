@@ -25,22 +25,22 @@ from cb_rollout.errors import InvalidRequestError, RolloutError
 T = TypeVar("T")
 Check = Callable[[Any], Any]
 
-# Largest whole number of a setting without a bound of its own: fits 32 bits, and twice it 64.
+# Default upper bound of whole-number settings: it fits in 32 bits, and twice as much in 64 bits.
 MAX_INTEGER = 2**31 - 1
 
-# Most characters of a refused value in a message.
+# Maximum number of characters of a refused value in a message.
 MAX_SHOWN = 200
 
-# Narrower than `int` and `float`, which take white space, "+5", "1_000" and digits of any script.
+# Narrower than `int` and `float`, which accept white space, "+5", "1_000" and digits of any script.
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]*")
 _REAL_NUMBER = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 
 
 def setting(default: Any, help_text: str, check: Check | type[StrEnum] | None = None) -> Any:
-    """Declare a field with its default, which is never checked, its help text and its check.
+    """Declare a field of a settings dataclass, with its default, help text and check.
 
-    `check` converts a value to plain Python, or raises; an enum class accepts its values; None
-    accepts a bool or a whole number >= 0, depending on the default.
+    The default is never checked. `check` converts a value to plain Python, or raises; an enum class
+    accepts its values; None accepts a bool or a whole number >= 0, depending on the default.
     """
     if check is None:
         check = integer(0)
@@ -51,7 +51,8 @@ def setting(default: Any, help_text: str, check: Check | type[StrEnum] | None = 
         words = [str(member) for member in check.__members__.values()]
         metadata["check"] = one_of(*words, listed=True)
         metadata["choices"] = words
-    # A dict has no hash; equal settings hash alike without the fields that are left open.
+    # Fields that default to None may hold a dict, which has no hash. Without these fields, equal
+    # settings still have equal hashes.
     return dataclasses.field(default=default, metadata=metadata, hash=default is not None)
 
 
@@ -62,7 +63,8 @@ def known_fields_only(
 ) -> Callable[[type[T]], type[T]]:
     """Make a keyword dataclass raise `error` for an unknown field, with a suggestion.
 
-    `synonyms` maps other projects' names to this package's; `renamed` maps accepted keywords.
+    `synonyms` maps other projects' names to this package's, for the suggestion; `renamed` returns
+    the passed keywords under the names of the fields.
     """
 
     def decorate(cls: type[T]) -> type[T]:
@@ -82,9 +84,9 @@ def known_fields_only(
 
 
 def checked_timeout(timeout: Any) -> float | None:
-    """Return a timeout in seconds; None: no limit, also for infinity.
+    """Return a timeout in seconds; None: no limit, which infinity means too.
 
-    Raises `InvalidRequestError` for anything but a number >= 0.
+    Raises `InvalidRequestError` for anything but None or a number >= 0.
     """
     if timeout is None:
         return None
@@ -95,7 +97,7 @@ def checked_timeout(timeout: Any) -> float | None:
         )
     seconds = float(timeout)
     if seconds >= threading.TIMEOUT_MAX:
-        # `threading` takes no more.
+        # `threading` accepts no larger timeout.
         return None
     return seconds
 
@@ -117,7 +119,7 @@ def require_known(
         known: the names that exist.
         complaint: the error's text up to the name.
         error: the error's class.
-        synonyms: the known name for each other name that means the same.
+        synonyms: maps other names to the known name with the same meaning.
     """
     for name in given:
         if name not in known:
@@ -136,7 +138,7 @@ def _advice_on_unknown(name: str, known: Collection[str], synonyms: Mapping[str,
 
 
 def check_fields(settings: Any, error: type[RolloutError]) -> None:
-    """Check fields that are not at their defaults; raise `error`, or keep the plain values."""
+    """Check the fields that are not at their defaults: raise `error`, or store plain values."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if value is field.default:
@@ -155,11 +157,11 @@ def check_fields(settings: Any, error: type[RolloutError]) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message: shortened, and without the digits of a huge number."""
+    """Return a value as text for a message: shortened, and without the digits of a huge number."""
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no integer of more than 4300 digits.
+        # Python does not convert an integer of more than 4300 digits to text.
         return "(a number of thousands of digits)"
     if len(text) > MAX_SHOWN:
         return f"{text[:MAX_SHOWN]}..."
@@ -170,8 +172,8 @@ def whole_number(text: str) -> int:
     """Read a whole number from text; each number has one spelling.
 
     Raises:
-        ValueError: the text is anything but ASCII digits, without a leading zero, perhaps after a
-            minus sign; or has thousands of digits.
+        ValueError: the text is anything but ASCII digits without a leading zero, optionally after
+            a minus sign; or the text has thousands of digits.
     """
     if _WHOLE_NUMBER.fullmatch(text):
         with suppress(ValueError):
@@ -180,7 +182,7 @@ def whole_number(text: str) -> int:
 
 
 def real_number(text: str) -> float:
-    """Read a finite number from text: ASCII digits, with a point or an exponent.
+    """Read a finite number from text: ASCII digits, optionally a sign, a point and an exponent.
 
     Raises:
         ValueError: the text is anything else, or the number is too large for a float.
@@ -286,10 +288,11 @@ def plain_token_ids(ids: Iterable[Any]) -> list[int]:
     """Return the token ids of one sequence as Python's integers.
 
     Args:
-        ids: a sequence, or an array or a tensor of one axis.
+        ids: a sequence, or a one-dimensional array or tensor.
 
     Raises:
-        TypeError: an id is a boolean, or no whole number; the text says which, and where.
+        TypeError: an id is a boolean or not a whole number; the message describes the id and gives
+            its position.
     """
     if hasattr(ids, "tolist"):
         values = ids.tolist()  # type: ignore[attr-defined]
@@ -327,7 +330,7 @@ def _is_filled_sequence(value: Any) -> bool:
 
 
 def optional_path(value: Any) -> str | None:
-    """Accept a path, and None."""
+    """Accept a path or None."""
     if value is None:
         return None
     is_path = isinstance(value, str | os.PathLike) and str(value)
@@ -351,7 +354,11 @@ def _is_filled_text(value: Any) -> bool:
 
 
 def biases(largest: float, *, of_sequences: bool = False) -> Check:
-    """Accept a dict of token id, or of tuples or pairs `of_sequences`, to bias; -inf forbids."""
+    """Accept a dict that maps token ids to biases; -inf forbids a token.
+
+    With `of_sequences`, the keys are tuples of token ids, and (key, bias) pairs may replace the
+    dict.
+    """
     bias = number(lambda v: abs(v) <= largest or v == -math.inf, "")
 
     def check(value: Any) -> dict[Any, float]:
@@ -408,7 +415,7 @@ def _is_one_of(value: Any, words: Iterable[Any]) -> bool:
     for word in words:
         if value is word:
             return True
-        # Arrays would compare with a word one by one.
+        # An array would compare each of its elements with the word.
         if isinstance(value, str) and value == word:
             return True
     return False

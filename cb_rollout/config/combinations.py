@@ -1,6 +1,6 @@
 """Name the pairs of features that are refused, with the reason and the way out.
 
-`docs/compatibility.md` is written from it. The module that knows both features raises
+`docs/compatibility.md` is written from `COMBINATIONS`. The module that knows both features raises
 `refused(name)`. Refusals of a value, a model or a device stay with the check that finds them.
 """
 
@@ -16,7 +16,7 @@ class Combination(NamedTuple):
     feature: str
     other: str
     reason: str
-    """Text of the error: what goes wrong, then what to set; `{}` names are values of the run."""
+    """Text of the error: what goes wrong, then what to set. Names in `{}` stand for values."""
 
 
 COMBINATIONS = {

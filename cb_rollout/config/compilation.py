@@ -1,8 +1,8 @@
-"""Read settings of `torch.compile`: transformers' `CompileConfig`, and the levels of its defaults.
+"""Read `torch.compile` settings: transformers' `CompileConfig` and `default_compile_level`.
 
-Decides which compile settings prefill and decode steps get, in the order of transformers (5.23,
-`resolve_compile_configs`): a path's own config, the level's, the generation config's. Does not
-compile. Loads neither torch nor transformers.
+Decides which compile settings each path gets, prefill or decode. The order is that of transformers
+(5.23, `resolve_compile_configs`): first the path's own config, then the level's, then the
+generation config's. Does not compile. Loads neither torch nor transformers.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 
-# transformers' name of prefill is the path of rows of various lengths.
+# transformers calls the path of prefill "varlen", because its rows have various lengths.
 PREFILL = "varlen_compile_config"
 DECODE = "decode_compile_config"
 
@@ -20,7 +20,7 @@ _FALLBACK = "GenerationConfig.compile_config"
 
 MAX_LEVEL = 3
 
-# Fields of `CompileConfig`, each an argument of `torch.compile`, with what the engine makes of it.
+# Fields of `CompileConfig`, each an argument of `torch.compile`, with how the engine uses it.
 FIELDS = {
     "fullgraph": "True: a forward that does not become one graph is an error",
     "dynamic": (
@@ -32,12 +32,12 @@ FIELDS = {
     "options": "those of the backend; not beside a mode",
 }
 
-# Fields of `CompileConfig` whose values all ask for what happens anyway, with the reason.
+# Fields of `CompileConfig` that have no effect, whatever their value, with the reason.
 FIELDS_WITHOUT_EFFECT = {
     "_compile_all_devices": "these configs compile on every device, as in transformers' batching",
 }
 
-# transformers' own default; its dictionaries have the same.
+# transformers' default, which also applies to a dict without a mode.
 _DEFAULT_MODE = "reduce-overhead"
 
 
@@ -68,7 +68,7 @@ class CompileSettings:
 
 
 def compile_setting(name: str) -> Callable[[Any], CompileSettings | None]:
-    """Return the check of a setting: accepts None, a `CompileConfig`, and a dict of its fields."""
+    """Return a setting's check, which accepts None, a `CompileConfig`, or a dict of its fields."""
 
     def check(value: Any) -> CompileSettings | None:
         if value is None or isinstance(value, CompileSettings):
@@ -147,7 +147,7 @@ def trainer_settings(arguments: Any) -> CompileSettings | None:
     return CompileSettings(
         backend=getattr(arguments, "torch_compile_backend", None) or "inductor",
         mode=getattr(arguments, "torch_compile_mode", None),
-        # Each batch of prompts has another size.
+        # Each batch of prompts has a different size.
         dynamic=True,
         source="torch_compile=True",
         refuses_obstacle=False,

@@ -6,7 +6,7 @@ Each field is in one table: read, an engine setting, without effect (with the re
 
 from typing import Any, NamedTuple
 
-# Fields of `SamplingParams` of the same name.
+# Fields that `SamplingParams` has under the same name.
 SAME_NAME = (
     "temperature", "top_k", "top_p", "min_p", "do_sample", "repetition_penalty",
     "no_repeat_ngram_size", "max_new_tokens", "max_length", "min_new_tokens", "min_length",
@@ -21,7 +21,7 @@ OTHER_NAME = {
     "suppress_tokens": "logit_bias",
 }
 
-# Fields that are no sampling parameters, with what reads each.
+# Fields that are not sampling parameters, with what reads each field.
 READ_ELSEWHERE = {
     "num_return_sequences": "generate_batch and managers",
     "continuous_batching_config": "RolloutConfig, as settings of the engine",
@@ -41,7 +41,7 @@ COUNTERPARTS = {
 _BEAMS = "acts in beam search only, and num_beams above 1 is refused"
 _DRAFTS = "acts with generate's assistant_model only, and no argument here takes one"
 
-# Fields whose values all ask for what happens anyway, with the reason.
+# Fields that have no effect, whatever their value, with the reason.
 NO_EFFECT = {
     "pad_token_id": "no sequence is padded; a matrix of prompts with padded rows is refused by it",
     "bos_token_id": "begins an empty prompt only, and an empty prompt is refused",
@@ -68,7 +68,7 @@ class Refusal(NamedTuple):
     """Why a field is refused, and what to do."""
 
     neutral: tuple[Any, ...]
-    """Values that ask for nothing, beside None; the first is advised."""
+    """Values besides None that change nothing; the error advises the first value."""
     reason: str
     advice: str
 
@@ -84,7 +84,7 @@ _NO_STATES = "forwards keep no states of layers"
 _SCORES = "SamplingParams(top_logprobs=k) delivers the k likeliest tokens of each step"
 _FORWARD = "call model(...) on output.prompt_ids + output.generated_tokens"
 
-# Fields that are refused unless their value is None or a neutral one.
+# Fields that are refused unless their value is None or neutral.
 REFUSED = {
     "num_beams": Refusal((1,), _BEAM_SEARCH, _GENERATE),
     "num_beam_groups": Refusal((1,), _BEAM_SEARCH, _GENERATE),

@@ -1,7 +1,7 @@
 """Read transformers' `GenerationConfig` and `ContinuousBatchingConfig` as settings.
 
-A field is honoured, refused, or listed with the reason why it has no effect. Loads no torch, no
-transformers.
+A field is honoured, refused, or listed with the reason why it has no effect. Loads neither torch
+nor transformers.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SYNONYMS, SamplingParams
 from cb_rollout.errors import ConfigurationError
 
-# Sampling parameters that are no fields of transformers' `GenerationConfig`.
+# Names of all sampling parameters.
 _PARAMETERS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 _ENGINE_FIELDS = {field.name for field in dataclasses.fields(RolloutConfig)} | reference.NAMES
@@ -36,12 +36,12 @@ _TAKEN = frozenset(chain(SAME_NAME, OTHER_NAME, READ_ELSEWHERE, NO_EFFECT, _ENGI
 def from_generation_config(
     generation_config: Any, engine: RolloutConfig | None = None
 ) -> SamplingParams:
-    """Read a transformers `GenerationConfig`; a field that is None is off.
+    """Read a transformers `GenerationConfig`; a field that is None counts as unset.
 
     Args:
         generation_config: the config.
-        engine: settings of the engine that will sample; engine settings in the config must equal
-            them. None: they are compared elsewhere.
+        engine: settings of the engine that will sample. Engine settings in the config must equal
+            these settings. None: the settings are compared elsewhere.
 
     Raises:
         ConfigurationError: a field cannot be honoured, or asks for other engine settings.
@@ -65,7 +65,7 @@ def from_generation_config(
 
 def _settings_of(generation_config: Any) -> dict[str, Any]:
     """Return the fields of a `GenerationConfig` that are not None."""
-    # By name, so that reading a config never loads torch.
+    # Check the class by its name, so that reading a config never loads torch.
     if "GenerationConfig" not in {kind.__name__ for kind in type(generation_config).__mro__}:
         raise ConfigurationError(
             f"generation_config is a {type(generation_config).__name__}, "
@@ -126,15 +126,16 @@ def _advice_on_field(name: str) -> str:
 def engine_settings(generation_config: Any) -> dict[str, Any]:
     """Return the engine settings in a `GenerationConfig`, as fields of `RolloutConfig`.
 
-    Each field of its `continuous_batching_config` counts if it differs from transformers' default.
-    The `GenerationConfig` itself may also have such fields, as in transformers' guide.
+    A field of its `continuous_batching_config` counts if it differs from transformers' default; in
+    a dict, if it is not None or None has a meaning. The `GenerationConfig` itself may also have
+    such fields, as in transformers' guide.
 
     Raises `ConfigurationError` for a setting that cannot be honoured.
     """
     settings = _settings_of(generation_config)
     held = settings.get("continuous_batching_config", {})
     if isinstance(held, Mapping):
-        # As a saved generation config has it.
+        # A saved generation config holds a dict.
         asked: dict[str, Any] = {}
         for name, value in held.items():
             if value is not None or name in reference.NONE_ASKS:
@@ -204,7 +205,7 @@ def as_rollout_config(config: Any, generation_config: Any = None) -> RolloutConf
             fields that `config` leaves at their defaults.
 
     Raises:
-        ConfigurationError: a setting cannot be honoured, or the two differ.
+        ConfigurationError: a setting cannot be honoured, or the two configs disagree about it.
     """
     if generation_config is None:
         return _rollout_config(config)
@@ -244,8 +245,8 @@ def _is_batching_config(config: Any) -> bool:
 def _given_fields(config: Any, *, are_all: bool = False) -> dict[str, Any]:
     """Return the fields of transformers' `ContinuousBatchingConfig` that are not at its defaults.
 
-    `are_all`: also return fields whose default differs from this package's. Raises
-        `ConfigurationError` for an unknown field.
+    `are_all`: return fields at transformers' defaults too, unless None leaves the choice open.
+        Raises `ConfigurationError` for an unknown field that is not at its default.
     """
     if not _is_batching_config(config):
         raise ConfigurationError(
@@ -258,7 +259,7 @@ def _given_fields(config: Any, *, are_all: bool = False) -> dict[str, Any]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if field.name in _ENGINE_FIELDS:
-            # None leaves the choice open, except to a field whose default is something else.
+            # None leaves the choice open, except in fields where None has a meaning.
             is_asked = field.name in reference.NAMES or field.name in reference.NONE_ASKS
             is_given = value is not None or is_asked
             if is_given and (are_all or value != default):
@@ -279,7 +280,7 @@ def _advice_on_config(given: Any) -> str:
 
 
 def as_trainers_config(config: Any, seed: int, generation_config: Any = None) -> RolloutConfig:
-    """Return `as_rollout_config` with a seed; refuse it if log-probabilities are off."""
+    """Read a trainer's engine settings, with its seed; refuse `return_logprobs=False`."""
     if isinstance(config, RolloutConfig) and not config.return_logprobs:
         raise ConfigurationError(
             "return_logprobs=False: the trainer needs log-probabilities; set it to True."
@@ -287,5 +288,5 @@ def as_trainers_config(config: Any, seed: int, generation_config: Any = None) ->
     resolved = as_rollout_config(config, generation_config)
     if resolved.seed is not None:
         seed = resolved.seed
-    # transformers' own config leaves log-probabilities out by default.
+    # transformers' config leaves log-probabilities out by default.
     return dataclasses.replace(resolved, return_logprobs=True, seed=seed)

@@ -1,4 +1,4 @@
-"""Find the names that an unknown one may stand for: by spelling, or by the words in it.
+"""Find known names that resemble an unknown name, by its spelling or by its words.
 
 Loads no torch.
 """
@@ -6,13 +6,14 @@ Loads no torch.
 import difflib
 from collections.abc import Collection, Mapping
 
-# As difflib has it.
+# difflib's default cutoff.
 LEAST_RATIO = 0.6
 
-# A name spelled less like ours is looked for among other projects' names, and by its words.
+# An unknown name that is less similar to ours is also compared with other projects' names, and by
+# its words.
 CLEAR_RATIO = 0.85
 
-# Words that say nothing about which setting it is.
+# Words that do not show which setting is meant.
 COMMON_WORDS = frozenset(
     ("max", "min", "num", "use", "per", "is", "of", "the", "enable", "default")
 )
@@ -21,12 +22,12 @@ MAX_NAMES = 3
 
 
 def nearest_names(name: str, known: Collection[str], synonyms: Mapping[str, str]) -> list[str]:
-    """Return the likeliest replacements for an unknown name; empty: nothing.
+    """Return the likeliest replacements for an unknown name; empty if no name is similar.
 
     Args:
-        name: is not known.
-        known: names that are.
-        synonyms: what to write, by names of other projects.
+        name: the unknown name.
+        known: the known names.
+        synonyms: maps each name of another project to the name to write instead.
     """
     if name in synonyms:
         return [synonyms[name]]
@@ -44,7 +45,7 @@ def nearest_names(name: str, known: Collection[str], synonyms: Mapping[str, str]
 
 
 def hint(names: Collection[str]) -> str:
-    """Return the question that names what was meant."""
+    """Return a question that suggests the names: "did you mean ...?"."""
     quoted = [repr(name) for name in names]
     if len(quoted) == 1:
         return f"did you mean {quoted[0]}?"

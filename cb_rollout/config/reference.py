@@ -1,6 +1,7 @@
 """Read the fields of transformers' `ContinuousBatchingConfig` (5.17 to 5.24).
 
-`RolloutConfig` takes their names; `as_rollout_config` reads a config by them. Loads no torch.
+`RolloutConfig` accepts the fields by name, and `as_rollout_config` reads a whole config. Loads no
+torch.
 """
 
 from collections.abc import Mapping
@@ -8,11 +9,11 @@ from typing import Any
 
 from cb_rollout.errors import ConfigurationError
 
-# transformers 5.17 renamed the first; its old name stays there, deprecated.
+# transformers 5.17 renamed its `block_size` to `page_size`; it keeps the old name, deprecated.
 RENAMED = {"page_size": "block_size"}
 
-# Fields without a counterpart: the values that ask for nothing here, and what to set instead.
-# Without values, no value asks for anything.
+# Fields without a counterpart: the values that change nothing here, and the reason. If no values
+# are listed, no value changes anything.
 NO_COUNTERPART: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_switch_to_flash": ((True, False), "no attention is switched"),
     "per_request_processors": ((True, False), "every request has its own"),
@@ -30,7 +31,7 @@ SAME_NAME = (
     "cpu_offload_space", "cpu_offload_space_safety_threshold", "safety_margin", "cpu_group_timeout",
 )  # fmt: skip
 
-# Fields for which None asks for something else than the default.
+# Fields where None has a meaning that differs from the default.
 NONE_ASKS = frozenset({"cpu_offload_space"})
 
 NAMES = frozenset({*RENAMED, *NO_COUNTERPART})
@@ -56,7 +57,7 @@ def own_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unavailable(name: str, value: Any, neutral: Any, advice: str) -> ConfigurationError:
-    """Return the error for a field of transformers that asks for what is not available."""
+    """Return the error for a field of transformers whose value is not available."""
     return ConfigurationError(
         f"ContinuousBatchingConfig.{name}={value!r} is not available; leave it at {neutral!r}: "
         f"{advice}."

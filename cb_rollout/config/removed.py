@@ -1,16 +1,16 @@
-"""List settings that earlier versions had: since when each is gone, and what to do. Loads no torch.
+"""List removed settings: when each was removed, and what to use instead. Loads no torch.
 
-A setting that came back is not listed. Tests hold that none of these names is a setting.
+A setting that came back is not listed. Tests check that none of these names is a setting.
 """
 
 from typing import NamedTuple
 
 
 class Removed(NamedTuple):
-    """A setting that is gone."""
+    """A removed setting."""
 
     when: str
-    """Before or after which release."""
+    """Before or after which release it was removed, such as "after 0.3.0"."""
     advice: str
 
     @property
@@ -20,7 +20,7 @@ class Removed(NamedTuple):
 
 _TRUNCATION = "pass transformers' own processor in logits_processors, or use min_p"
 
-# By name of a field, of whichever settings it was.
+# By name of the field, whichever settings it belonged to.
 SETTINGS = {
     "num_speculative_tokens": Removed(
         "after 0.3.0", "n-gram drafts were right for one token in a hundred; leave it out"

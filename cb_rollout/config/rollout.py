@@ -35,7 +35,7 @@ from cb_rollout.config.enums import (
 from cb_rollout.config.reference import own_settings
 from cb_rollout.errors import ConfigurationError
 
-# Above every count that a machine holds: the memory plan answers with what it does hold.
+# Larger than any count that a machine can hold; the memory plan finds how many fit.
 MAX_COUNT = 2**62
 
 # Names of vLLM, SGLang and others, and settings that belong to SamplingParams.
@@ -369,7 +369,7 @@ class RolloutConfig:
         if self.default_compile_level and self.use_default_compile_configs is False:
             raise refused("compile level, no default", level=self.default_compile_level)
         if self.numerics == Numerics.BITWISE:
-            # No two forwards could be the same bits.
+            # With any of these set, the two forwards cannot agree bit for bit.
             for name, reason in (
                 ("rollout_dtype", "computes in another dtype than the trainer"),
                 ("use_default_compile_configs", "compiles sums in another order"),
@@ -388,7 +388,7 @@ class RolloutConfig:
         """True: decode with CUDA graphs; False: never; None: if device and model allow it."""
         asked = self.use_cuda_graph
         if isinstance(asked, tuple | list):
-            # Of prefill and of decode steps.
+            # The pair is (prefill, decode).
             asked = asked[1]
         if asked is None:
             return None
@@ -401,7 +401,7 @@ class RolloutConfig:
 
 
 # Fields that only an attached trainer, or only a RolloutGenerator, acts on. Each maps to the values
-# beside its default that ask for nothing.
+# besides its default that have no effect.
 TRAINER_FIELDS: dict[str, tuple[Any, ...]] = {
     "old_logps": (), "loss_forward": (), "loss_tokens_per_forward": (),
     "verify_every_steps": (0,), "verify_num_sequences": (),
@@ -421,8 +421,8 @@ def require_unused(
 
     Args:
         config: the settings to check.
-        fields: names, each with the values besides the default that ask for nothing.
-        complaint: reason for the error's text.
+        fields: names, each with the values besides the default that are allowed.
+        complaint: the reason, for the error's text.
     """
     for name, idle in fields.items():
         value = getattr(config, name)

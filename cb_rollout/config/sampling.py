@@ -23,13 +23,14 @@ from cb_rollout.config.checks import (
 from cb_rollout.config.grammar import Grammar
 from cb_rollout.errors import ConfigurationError, InvalidRequestError
 
-# Logits divided by less overflow float32, or are too coarse for meaningful log-probabilities.
+# Logits divided by a lower temperature overflow float32, or become too coarse for meaningful
+# log-probabilities.
 MIN_TEMPERATURE = 1e-6
 
-# Float32 holds it, and every token is equally likely long before.
+# It fits in float32, and far lower temperatures already make every token equally likely.
 MAX_TEMPERATURE = 1e30
 
-# Largest change of a logit: float32 holds it, and no logit comes near.
+# Largest change of a logit: it fits in float32, and every logit is far smaller.
 MAX_LOGIT_CHANGE = 1e30
 
 # Names of vLLM and transformers for the same parameters.
@@ -283,23 +284,23 @@ class SamplingParams:
         eos: Any = self.eos_token_id
         if eos is None:
             eos = model_eos
-        # A negative id stands for none.
+        # A negative id means no end-of-sequence token.
         eos_ids = tuple(token for token in eos if token >= 0)
         return _shared_set(eos_ids + self.stop_token_ids)
 
 
-# Requests share their few sets of stop tokens: even an empty one takes 216 bytes.
+# Requests share their few sets of stop tokens: even an empty set takes 216 bytes.
 _shared_set = functools.lru_cache(maxsize=64)(frozenset[int])
 
 
-# Parameters that leave the logits as they are; every other one changes them where it is set.
+# Parameters that leave the logits as they are; every other parameter changes them if it is set.
 _UNADJUSTING = frozenset({
     "temperature", "do_sample", "top_k", "top_p", "min_p", "seed", "top_logprobs",
     "max_new_tokens", "max_length", "eos_token_id", "ignore_eos", "stop_token_ids", "stop",
     "adapter",
 })  # fmt: skip
 
-# Parameters that change the logits of a sequence's first token alone, which a prefill samples.
+# Parameters that change the logits of a sequence's first token only, which a prefill samples.
 _OF_FIRST_TOKEN = {"begin_suppress_tokens", "forced_bos_token_id"}
 
 
@@ -324,7 +325,7 @@ def sequences_per_input(num_return_sequences: int | None) -> int:
 
 
 def equal_group_warning(params: SamplingParams, num_return_sequences: int) -> str | None:
-    """Return a warning if all sequences of an input would be equal; None: one, or sampled."""
+    """Return a warning if greedy decoding would make all sequences of an input equal; else None."""
     if num_return_sequences == 1 or not params.is_greedy:
         return None
     setting = "do_sample=False"

@@ -1,8 +1,8 @@
 """Run one step: a scheduled forward, and a token for each sequence that it completes.
 
-Owns the order of prefills and decode steps, and the recovery of a step that runs out of memory. How
-a decode step runs is its `DecodePath`'s. Called by the thread that steps the engine. B: rows of a
-forward, V: vocabulary.
+Owns the order of prefills and decode steps, and the recovery of a step that runs out of memory. The
+`DecodePath` decides how a decode step runs. Called by the thread that steps the engine. B: rows of
+a forward, V: vocabulary.
 """
 
 import time
@@ -30,8 +30,8 @@ class StepExecutor:
 
         Args:
             context: the parts of the engine that steps work on.
-            decode_path: runs decode steps, until `reset` gives another.
-            stream: all work is launched there; None: on the stream of the thread that steps.
+            decode_path: runs decode steps, until `reset` replaces it.
+            stream: the CUDA stream of all work; None: the stream of the thread that steps.
         """
         self.context = context
         self.decode_path = decode_path
@@ -41,7 +41,7 @@ class StepExecutor:
         self._end: torch.cuda.Event | None = None
 
     def reset(self, decode_path: DecodePath) -> None:
-        """Discard the state of the last step; run decode steps by this path."""
+        """Discard the state of the last step; run decode steps with this path from now on."""
         self.decode_path = decode_path
         self.context.token_sampler.forget_rows()
         decode_path.discard_launched()
@@ -89,7 +89,7 @@ class StepExecutor:
         return self.context.fail(requests, error)
 
     def prefill(self) -> list[Request] | None:
-        """Run scheduled prompts, fewer where memory runs out; None: none can run."""
+        """Run scheduled prompts, fewer if memory runs out; None: no prompt can run."""
         while prefills := self._scheduler.schedule_prefill():
             try:
                 return self._run_prefill(prefills)
@@ -105,7 +105,7 @@ class StepExecutor:
     def _run_prefill(self, prefills: list[Prefill]) -> list[Request]:
         context = self.context
         offloader = self._scheduler.offloader
-        # Table rows may get other sequences, so no step continues from the last one's inputs.
+        # Table rows may get other sequences, so the next step cannot reuse the last step's inputs.
         self.decode_path.forget_rows()
         self._write_admitted()
         started = time.perf_counter()
@@ -157,7 +157,7 @@ class StepExecutor:
         return rows, requests
 
     def decode(self) -> list[Request] | None:
-        """Run a decode step, of fewer sequences where memory runs out; None: none runs."""
+        """Run a decode step, with fewer sequences if memory runs out; None: no sequence runs."""
         while self._scheduler.running:
             try:
                 return self._run_decode()

@@ -38,8 +38,8 @@ class Limits:
     """Lengths in tokens at which RoPE frequencies change and cached keys become invalid; see
     `compat/rope.py`."""
     max_used_blocks: int | None = None
-    """Most blocks in use where another sequence is admitted; None: any number, and a block stays
-    free for every running sequence."""
+    """Most blocks that may be in use when another sequence is admitted; None: no limit, but a block
+    stays free for every running sequence."""
 
     def rope_side(self, num_tokens: int) -> int:
         """Return the same number for all lengths at which RoPE computes the same keys."""
@@ -59,7 +59,7 @@ def distinct_params(requests: Sequence[Request]) -> list[SamplingParams]:
     return list(distinct.values())
 
 
-# Row of a sequence that waits.
+# The `table_row` of a waiting sequence.
 NO_TABLE_ROW = -1
 
 
@@ -78,7 +78,7 @@ class Request:
     seed: int
     """Seed of the sequence's own stream of uniform draws."""
     group: int | None = None
-    """Number shared by queue neighbours with the same prompt; None: a prompt of its own."""
+    """Number shared by queue neighbours with the same prompt; None: no other sequence shares it."""
     images: PromptImages | None = None
     """Images of the prompt, shared by its group; None: it has none."""
     is_streaming: bool = False
@@ -86,7 +86,7 @@ class Request:
     stop_strings: StopStrings | None = None
     """Detector of the strings that end the sequence; None: there are none."""
     matcher: GrammarMatcher | None = None
-    """State of the sequence in its grammar; None: it has none."""
+    """State of the sequence in its grammar; None: it has no grammar."""
     is_adjusted: bool = field(init=False)
     """True if its logits are changed before the temperature."""
 
@@ -167,7 +167,7 @@ class Request:
 
     @property
     def lifespan(self) -> tuple[float, float]:
-        """Times at which it began to run, or ended without running, and ended; -1: not yet."""
+        """Start and end times; -1: not yet. A sequence that never ran starts when it ends."""
         ended = -1.0 if self.ended_time is None else self.ended_time
         if self.admitted_time is None:
             return ended, ended
@@ -204,7 +204,7 @@ class Request:
         policy_version: int,
         top_logprobs: list[tuple[int, float]] | None = None,
     ) -> None:
-        # Called for every token: nothing is made, and no property asked, that is not needed.
+        # Called for every token, so it creates nothing and calls no property without need.
         token_ids = self.token_ids
         if token_ids is self.prompt_ids:
             self.token_ids = token_ids = list(self.prompt_ids)

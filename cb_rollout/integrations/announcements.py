@@ -1,6 +1,6 @@
 """Log a line for each thing that will make an attached training slow, before it begins.
 
-Owns the words, and the measurement of a busy machine. Changes nothing. Called by `attach`, in the
+Owns the texts, and the measurement of a busy machine. Changes nothing. Called by `attach`, in the
 trainer's main process.
 """
 
@@ -21,17 +21,17 @@ _LOGGER = logging.getLogger("cb_rollout")
 # A cache for fewer sequences than this share of a rollout is said to be small.
 SMALL_SHARE = 1 / 4
 
-# Numbers in the tensor whose exponentials are timed: enough for torch to divide over threads, and
-# small enough to take about a millisecond.
+# Numbers in the tensor whose exponentials are timed: enough that torch divides them over threads,
+# and few enough to take about a millisecond.
 NUM_TIMED = 1 << 19
 NUM_REPEATS = 9
 
-# Threads that help need less than the time of one; above this ratio they hinder.
+# Several threads that help take less time than one thread; above this ratio they hinder.
 HINDERING_RATIO = 1.25
 
 
 def announce(trainer: Any, sampler: Sampler) -> None:
-    """Log what slows this training down, a line for each; nothing: no line."""
+    """Log one line for each thing that slows this training down."""
     generator = sampler.local_generator
     if generator is None:
         return
@@ -51,7 +51,7 @@ def slower_paths(generator: Any) -> Iterator[str]:
 
 
 def small_cache(trainer: Any, generator: Any) -> Iterator[str]:
-    """Yield that the KV cache holds few of a rollout's sequences at a time, if it does."""
+    """Yield a text if the KV cache holds only few of a rollout's sequences at a time."""
     length = generator.defaults.max_new_tokens
     num_rows = getattr(trainer.args, "generation_batch_size", None)
     if not length or not num_rows:
@@ -59,7 +59,7 @@ def small_cache(trainer: Any, generator: Any) -> Iterator[str]:
     num_rows = num_rows // trainer.accelerator.num_processes
     plan = generator.memory_plan()
     block_size = generator.config.block_size
-    # A block holds at least a part of the prompt.
+    # At least one block of each sequence is for the prompt.
     blocks_each = 1 + -(-length // block_size)
     num_together = max(1, min(plan.num_slots, plan.num_blocks // blocks_each))
     if num_together >= num_rows * SMALL_SHARE or num_rows < 2:
@@ -75,9 +75,9 @@ def small_cache(trainer: Any, generator: Any) -> Iterator[str]:
 
 
 def busy_machine() -> Iterator[str]:
-    """Yield that torch's threads wait for each other, if several take longer than one.
+    """Yield a text if torch's threads wait for each other: several take longer than one.
 
-    Where the machine shows its load, fewer threads compute meanwhile, and there is nothing to say.
+    If the machine shows its load, training uses fewer threads by itself, and nothing is yielded.
     """
     num_threads = torch.get_num_threads()
     if num_threads < 2 or clocks() is not None:
@@ -98,7 +98,7 @@ def hindrance(num_threads: int, together: float, alone: float) -> Iterator[str]:
 
 
 def _milliseconds_of_threads(num_threads: int) -> tuple[float, float]:
-    """Time an operation by all threads and by one, alternately, and return the medians."""
+    """Time an operation with all threads and with one, alternately; return the medians in ms."""
     numbers = torch.linspace(0, 1, NUM_TIMED)
     together: list[float] = []
     alone: list[float] = []

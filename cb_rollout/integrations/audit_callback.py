@@ -1,8 +1,9 @@
 """Audit the rollouts of a stock TRL trainer, whichever engine samples them.
 
-The result of TRL 1.16's `_generate_and_score_completions` has the token ids and, of vLLM and of a
+The result of TRL 1.16's `_generate_and_score_completions` has the token ids and, with vLLM or a
 `rollout_func`, the reported log-probabilities. The method is replaced while the trainer trains.
-Called by the trainer, on its thread; of several processes, the main one audits its own rows.
+Called by the trainer, on its thread; of several processes, only the main process audits, and only
+its own rows.
 
 B: rows of a rollout, T: tokens of a prompt or of a completion.
 """
@@ -54,10 +55,10 @@ class audit_callback(TrainerCallback):
     """A `GRPOTrainer` or `RLOOTrainer`, with `use_vllm=True` or not."""
     every_steps: int = 50
     versions: dict[Any, Any] = field(default_factory=dict)
-    """Earlier weights, as of `audit`."""
+    """Earlier weights, in the form that `audit` takes."""
     keep_versions: bool = False
-    """Hold copies, on the CPU, of the trainable weights of the first rollout and of the one before,
-    as versions: twice their bytes, and a copy each rollout."""
+    """Keep the trainable weights of the first rollout and of the previous rollout as versions, on
+    the CPU. This takes twice the weights' bytes, and one copy per rollout."""
     report: "AuditReport | None" = None
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ def _sampling_params(trainer: Any) -> SamplingParams:
     fields: dict[str, Any] = {}
     for name in CAUSES:
         value = generation_kwargs.get(name, getattr(trainer, name, None))
-        # vLLM's -1 is off.
+        # In vLLM, -1 switches top-k off.
         is_off = name == "top_k" and value == -1
         if value is not None and not is_off:
             fields[name] = value
@@ -153,7 +154,7 @@ def _trainable_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _outputs(batch: Mapping[str, Any], temperature: float) -> list[GenerationOutput]:
     """Return the sequences of a scored rollout, each up to the first token that no model sampled.
 
-    That is a tool's, padding, or a token whose number TRL lost (NaN).
+    Such a token is a tool's, padding, or a token whose log-probability TRL lost (NaN).
     """
     is_sampled_BT = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
     logprobs_BT = batch.get("sampling_per_token_logps")

@@ -1,9 +1,10 @@
 """Call the tools of a trainer's conversations at the same time.
 
 TRL 1.16 calls one tool after the other, for all conversations of a turn (`_tool_call_loop`). While
-that loop runs, its tools are replaced: the first call of a turn makes those of all conversations,
-each conversation's in TRL's order, and every call returns its own result. Called by the trainer, on
-its thread; by an asynchronous trainer's conversations, on their event loop. Imports no trl.
+that loop runs, its tools are replaced: the first call of a turn makes the calls of all
+conversations, each conversation's in TRL's order, and every call returns its own result. Called by
+the trainer, on its thread, or by an asynchronous trainer's conversations, on their event loop. Does
+not import trl.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ async def call_tool(
     timeout_seconds: float | None,
     loop: asyncio.AbstractEventLoop | None = None,
 ) -> Any:
-    """Call a tool in a new thread; a coroutine function on its event loop.
+    """Call a tool: a function in a new thread, a coroutine function on its event loop.
 
     Args:
         name: the tool's name, for spans and errors.
@@ -89,7 +90,7 @@ async def call_tool(
                 f"the tool {name} took longer than tool_timeout_seconds={timeout_seconds:g}."
             )
         if running.cancelled():
-            # By a client of its own, inside of the tool: the other calls go on.
+            # Something inside the tool, such as its client, cancelled it. The other calls go on.
             raise RuntimeError(f"the tool {name} was cancelled.")
         return running.result()
 
@@ -135,7 +136,7 @@ class ConcurrentTools:
         """The last message of each conversation whose calls were made."""
         self._answers: dict[int, Answers] = {}
         self._hung: dict[int, ToolTimeoutError] = {}
-        """By conversations of which no tool is called any more: a thread may be inside."""
+        """By the conversation, whose tools are no longer called: a thread may still run in one."""
         trainer._sync_tool_dicts = _replaced(self._functions, self._result)
         trainer._async_tool_dicts = _replaced(self._coroutine_functions, self._awaitable)
         try:
@@ -157,8 +158,8 @@ class ConcurrentTools:
         """Return a coroutine of the next result of a conversation's coroutine functions.
 
         Raises:
-            TypeError: the tool makes no coroutine of these arguments. TRL then has its error before
-                all results of coroutines.
+            TypeError: the tool makes no coroutine from these arguments. TRL then gets this error
+                before the results of all coroutines.
         """
         # Taken here and not in the coroutine, so that results keep the order of the calls.
         answer = self._answers_of(index).of_coroutine_functions.popleft()
@@ -267,7 +268,7 @@ def _valid_calls(calls: list[Any], tools: Tools) -> list[Call]:
         function = call.get("function", {})
         name = function.get("name", "")
         arguments = function.get("arguments")
-        # What a model writes may be anything; TRL's own call raises for the rest.
+        # A model may write anything; for all other calls, TRL itself raises.
         is_known = isinstance(name, str) and name in tools
         if is_known and _are_keywords(arguments):
             valid.append(Call(name, tools[name], arguments))

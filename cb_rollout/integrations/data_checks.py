@@ -12,15 +12,16 @@ from cb_rollout.errors import ConfigurationError
 def require_renderable_prompts(trainer: Any) -> None:
     """Raise `ConfigurationError` if prompts are chats and the tokenizer has no chat template.
 
-    Or if the first row has no prompt at all. A data set without rows by number, as one that is
-    streamed, is not looked at; nor is that of a `rollout_func`, which renders prompts itself.
+    Also raise it if the first row has no prompt at all. Data sets that cannot be indexed, such as
+    streamed ones, are not checked, and neither are those of a trainer with a `rollout_func`, which
+    renders prompts itself.
     """
     if getattr(trainer, "rollout_func", None) is not None:
         return
     is_stock = type(trainer).__module__.startswith("trl.")
     for name, row in _first_rows(trainer):
         if "prompt" not in row:
-            # A class of one's own may read other columns.
+            # A user's own trainer class may read other columns.
             if not is_stock:
                 continue
             raise ConfigurationError(
@@ -38,7 +39,7 @@ def require_renderable_prompts(trainer: Any) -> None:
 
 
 def _first_rows(trainer: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and the first row of each data set that has rows by number."""
+    """Yield the name and the first row of each data set that can be indexed."""
     data: Any = getattr(trainer, "train_dataset", None)
     if _has_rows(data):
         yield "train_dataset", data[0]
@@ -63,7 +64,7 @@ def _is_chat(prompt: Any) -> bool:
 def _has_template(trainer: Any) -> bool:
     processor = trainer.processing_class
     tokenizer = getattr(processor, "tokenizer", processor)
-    # TRL puts a template of its own in place of some, for tools.
+    # For tools, TRL replaces some templates by its own.
     holders = (trainer, processor, tokenizer)
     return any(getattr(holder, "chat_template", None) is not None for holder in holders)
 

@@ -1,4 +1,4 @@
-"""End an interrupted training in a few lines: where it was, its records, and how to resume.
+"""End an interrupted training with a few lines: where it was, its records, and how to resume.
 
 Called by an attached trainer's `train`, on its thread.
 """
@@ -25,9 +25,9 @@ def ending_in_few_lines(
     """Return `train` with a `KeyboardInterrupt` that says what remains, without inner frames.
 
     Args:
-        trainer: a trainer of transformers, in whose main process this is.
-        train: its method.
-        write_records: writes what is recorded and not written yet.
+        trainer: a transformers trainer; call this in its main process.
+        train: the trainer's method.
+        write_records: writes data that was recorded but not written yet.
     """
 
     @wraps(train)
@@ -43,7 +43,7 @@ def ending_in_few_lines(
 
 
 def interruption_text(trainer: Any, interrupt: BaseException) -> str:
-    """Say at which step a training was interrupted, in which line, and what remains of it."""
+    """Say at which step and line a training was interrupted, and what remains of it."""
     state, args = trainer.state, trainer.args
     lines = [
         f"training was interrupted after {state.global_step:,} of {state.max_steps:,} steps, "

@@ -24,7 +24,8 @@ from cb_rollout.integrations.json_strings import (
     unenforced,
 )
 
-# They assert nothing. OpenAPI's `discriminator` only names the property that tells branches apart.
+# Keywords that assert nothing. OpenAPI's `discriminator` only names the property by which branches
+# differ.
 ANNOTATIONS = {
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment", "$schema", "$id", "$defs", "definitions", "discriminator",
@@ -64,13 +65,13 @@ ADVICE = {
     "$recursiveRef": _REFERENCE,
 }
 
-# Decimals of a number with bounds: xgrammar's arithmetic fails beyond.
+# Most decimals of a number with bounds: with more, xgrammar's arithmetic fails.
 DECIMALS = 6
 
 # The largest bound of a number, for the same reason.
 MAX_NUMBER = 2**53
 
-# Beyond, xgrammar rounds an integer to a float, or fails.
+# Above this, xgrammar rounds an integer to a float, or fails.
 MAX_INTEGER = 2**63 - 1
 
 # The largest `multipleOf` of an integer, and the most values between its bounds.
@@ -82,7 +83,7 @@ MAX_PATH_CHARACTERS = 200
 
 @dataclass
 class _Node:
-    """A schema, and the schemas that must (all, or any of them) have a text if it has one."""
+    """A schema, and the schemas of which all, or any, must have a text so that it has one."""
 
     path: str
     schema: dict[str, Any]
@@ -387,7 +388,7 @@ def _add_type(node: _Node, asserting: list[str]) -> None:
 
 
 def _require_keywords_of(types: list[str], path: str, keywords: list[str]) -> None:
-    """Refuse a keyword that asserts nothing of these types."""
+    """Refuse a keyword that asserts nothing about these types."""
     allowed = {"type"}
     for name in types:
         allowed |= KEYWORDS_OF_TYPE[name]

@@ -1,7 +1,7 @@
 """Rewrite the strings of a JSON schema as patterns that xgrammar 0.2.8 enforces.
 
-Owns the reading of patterns. xgrammar reads some patterns wrongly, and each of its faults is worked
-around:
+Owns the reading of patterns. xgrammar reads some patterns wrongly, and this module works around
+each fault:
 
 - It ignores an anchor in the middle. Such a pattern is refused here.
 - It allows quotation marks, backslashes and control characters that JSON has to escape. Each set of
@@ -22,7 +22,7 @@ from cb_rollout.errors import InvalidRequestError
 
 LENGTHS = ("minLength", "maxLength")
 
-# xgrammar's own patterns of these hold.
+# xgrammar's own patterns for these formats are correct.
 KEPT_FORMATS = ("duration", "ipv6", "uri", "uri-reference", "uri-template", "uuid")
 
 # Years 1000 to 2999.
@@ -51,10 +51,10 @@ FORMATS = {
 # Any character.
 _ANY = r"[\d\D]"
 
-# Characters of one property's name: compilation takes seconds beyond.
+# Most characters of a property's name: with more, compilation takes seconds.
 MAX_NAME_CHARACTERS = 64
 
-# Characters of the pattern of all other names, for the same reason.
+# Most characters of the pattern for all other names, for the same reason.
 MAX_NAMES_PATTERN = 1 << 14
 
 # xgrammar's automata read only ASCII.
@@ -93,7 +93,7 @@ _TOKEN = re.compile(
 def read_string(path: str, schema: dict[str, Any]) -> None:
     """Rewrite the keywords of a string schema, in place, so that xgrammar enforces them."""
     keywords = [name for name in ("format", "pattern", *LENGTHS) if name in schema]
-    # The two lengths may stand beside each other, and nothing else may.
+    # The two lengths may be combined, and no other keywords may.
     if len(keywords) > 1 and keywords != list(LENGTHS):
         where = f" beside `{keywords[0]}`"
         raise unenforced(path, keywords[1], "leave one of them out", where)
@@ -136,7 +136,7 @@ def enforced_pattern(path: str, pattern: Any) -> str:
 
     Args:
         path: where the pattern stands in the schema, for the error.
-        pattern: regular expression of ECMA-262, that may match anywhere in a string.
+        pattern: regular expression of ECMA-262, which may match anywhere in a string.
 
     Returns:
         The pattern of the whole string.

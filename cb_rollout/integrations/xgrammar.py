@@ -20,30 +20,31 @@ import torch
 from cb_rollout.errors import InvalidRequestError, error_text
 from cb_rollout.integrations.json_schema import enforceable
 
-# Of one word of xgrammar's masks.
+# Bits in one word of xgrammar's masks.
 BITS = 32
 
 ANY_OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
-# In a row between a JSON text's tokens: enough to indent, and no model repeats it endlessly.
+# Most whitespace in a row between a JSON text's tokens: enough to indent, but no model can repeat
+# it endlessly.
 MAX_WHITESPACE = 16
 
 # Deepest nesting of a schema's JSON, and of the groups of a regular expression or grammar.
 MAX_NESTING = 64
 
-# Most objects and arrays of a schema: compilation takes seconds beyond.
+# Most objects and arrays of a schema: with more, compilation takes seconds.
 MAX_SCHEMA_NODES = 2048
 
-# Characters of one pattern of a schema.
+# Most characters of one pattern of a schema.
 MAX_PATTERN_CHARACTERS = 4096
 
-# Characters of all patterns of a schema, counted repetitions written out.
+# Most characters of all patterns of a schema together, counted repetitions written out.
 MAX_PATTERN_STATES = 1 << 14
 
-# Each compiler holds its tokenizer, and is made in a pass over the vocabulary.
+# Each compiler holds its tokenizer, and takes a pass over the vocabulary to make.
 NUM_COMPILERS_KEPT = 2
 
-# Of the compiled grammars that a compiler keeps for their next use.
+# Most bytes of compiled grammars that a compiler keeps for their next use.
 MAX_KEPT_BYTES = 1 << 28
 
 
@@ -54,8 +55,8 @@ class XGrammar:
 
     Raises:
         ImportError: xgrammar is not installed.
-        InvalidRequestError: the text is malformed, exceeds a bound of this module, or says what
-            xgrammar does not enforce.
+        InvalidRequestError: the text is malformed, exceeds a bound of this module, or demands
+            something that xgrammar does not enforce.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -203,7 +204,7 @@ def _require_bounded(schema: Any) -> None:
 
 
 def _patterns(node: dict[str, Any]) -> list[str]:
-    """Return the patterns of an object, be it a schema or not: a reference may lead anywhere."""
+    """Return the patterns of an object, schema or not, because a reference may lead anywhere."""
     values = [node.get("pattern")]
     pattern_properties = node.get("patternProperties")
     if isinstance(pattern_properties, dict):

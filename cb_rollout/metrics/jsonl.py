@@ -1,6 +1,6 @@
 """Write, read and repair files whose writer may be killed: JSON lines, and whole files.
 
-A record exists once its newline is written. Callers own its format. Any thread may call this.
+A record exists once its newline is written. Callers define its format. Any thread may call this.
 """
 
 import json
@@ -19,7 +19,7 @@ _PARSING_ERRORS = (ValueError, KeyError, TypeError, AttributeError, AssertionErr
 
 
 def write_whole(path: Path, content: bytes, *, survives_power_failure: bool = False) -> None:
-    """Write a file whole, or raise `OSError` and leave the file before it."""
+    """Write a file as a whole, or raise `OSError` and leave the previous file as it was."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -38,14 +38,14 @@ def json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def append_lines(file: FileIO, lines: bytes) -> None:
-    """Append whole lines, unbuffered; if some do not fit, raise `OSError` and keep the others."""
+    """Append lines, unbuffered; if only some fit, keep these whole lines and raise `OSError`."""
     start = file.seek(0, os.SEEK_END)
     num_written = 0
     try:
         while num_written < len(lines):
             num_written += file.write(lines[num_written:])
     except OSError:
-        # -1 where no line is whole, so that nothing of them stays.
+        # -1 if no line is complete, so that none of the written bytes stay.
         last_newline = lines.rfind(b"\n", 0, num_written)
         file.truncate(start + last_newline + 1)
         raise
@@ -76,7 +76,7 @@ def read_records(
 
 
 def remove_half_line(path: Path) -> None:
-    """Truncate a file after its last newline, so that the next record starts a line of its own."""
+    """Truncate a file after its last newline, so that the next record starts on a new line."""
     # An empty file cannot be mapped.
     if path.is_file() and path.stat().st_size:
         with path.open("r+b") as file:

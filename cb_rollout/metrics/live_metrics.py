@@ -26,10 +26,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 PREFIX = "cb_rollout_"
 
-# Spans, and sequences, that a timeline keeps until they are taken; of more the newest.
+# Maximum number of spans, and of sequences, that a timeline keeps until they are taken: the newest.
 MAX_SPANS = 4096
 
-# Forwards of one kind are one span where less than `MAX_GAP_SECONDS` lies between them.
+# Successive forwards of one kind form one span if less than `MAX_GAP_SECONDS` lies between them.
 FORWARDS = ("prefill", "decode")
 MAX_GAP_SECONDS = 0.005
 
@@ -41,13 +41,13 @@ class Span(NamedTuple):
     began: float
     ended: float
     seconds: float
-    """Time of its forwards, without the gaps between them; otherwise from begin to end."""
+    """Time of its forwards, without the gaps between them; for other spans, from begin to end."""
     number: int
     """Number of its forwards; for an optimizer step, the step's number."""
 
 
 class SequenceTimes(NamedTuple):
-    """The times of a sequence, by the clock of the spans."""
+    """The times of a sequence, on the clock of the spans."""
 
     request_id: str
     created: float
@@ -85,7 +85,7 @@ class Durations:
         self.histograms = {distribution: Histogram() for distribution in DISTRIBUTIONS}
         self._spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self._sequences: deque[SequenceTimes] = deque(maxlen=MAX_SPANS)
-        # The engine's thread adds to them, and the trainer's takes them.
+        # The engine's thread adds spans and sequences, and the trainer's thread takes them.
         self._timeline_lock = threading.Lock()
 
     def record(self, distribution: Distribution, seconds: float) -> None:
@@ -115,7 +115,7 @@ class Durations:
         return seconds
 
     def _continues_last(self, span: Span) -> bool:
-        """Return whether a forward directly follows the last span, of the same kind of forward."""
+        """Return whether a span is a forward that directly follows a forward of the same kind."""
         if span.name not in FORWARDS or not self._spans:
             return False
         last = self._spans[-1]
@@ -160,7 +160,7 @@ class Durations:
                 self.record_since(distribution, began)
 
     def record_ended(self, request: Request) -> None:
-        """Record a sequence's seconds from submission to its end, in queue, prefill and decode."""
+        """Record a sequence's seconds: in all, in the queue, in prefill and in decode."""
         times = SequenceTimes(
             request_id=request.request_id,
             created=request.created_time,
@@ -184,7 +184,7 @@ def _span_name(distribution: Distribution) -> str:
 
 
 def exposition(counters: EngineCounters, status: EngineStatus, durations: Durations) -> str:
-    """Return every metric in Prometheus' text format; no label comes from a caller."""
+    """Return every metric in Prometheus' text format; no label holds a caller's text."""
     lines = [
         *_field_lines(counters, metric_type="counter", suffix="_total"),
         *_field_lines(status, metric_type="gauge", suffix=""),

@@ -1,8 +1,8 @@
 """Report the events of engines and trainers to an observer: the port of traces and live metrics.
 
-Owns the process's one observer, which does nothing until another is set, and the list of its
-engines. Uses no telemetry library: `integrations/otel/` is the guest behind this port. The engine
-calls it for each submission, step and end of a sequence, never for a token.
+Owns the process's only observer, which does nothing until another one is set, and the list of the
+process's engines. Uses no telemetry library: `integrations/otel/` implements an observer. The
+engine calls the observer for each submission, step and end of a sequence, never for a token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ObservedStep(NamedTuple):
     """One forward of an engine, with its sampling."""
 
     model_name: str
-    """The engine's checkpoint, as its config names it; empty: it names none."""
+    """The engine's checkpoint, as its config names it; empty: the config names none."""
     is_prefill: bool
     added: EngineCounters
     """Increments of the engine's counters in the step."""
@@ -34,34 +34,34 @@ class ObservedStep(NamedTuple):
 
 
 class ObservedSpan:
-    """A part of a run that has begun; this one is not observed, and does nothing."""
+    """A span of a run that has begun; this base class observes nothing."""
 
     def set(self, **attributes: Any) -> None:
-        """Describe the span by numbers and texts that are known by now."""
+        """Describe the span with numbers and texts that are known by now."""
 
     def add(self, name: str, began: float, ended: float) -> None:
-        """Add a part of it that is over; times are of `time.perf_counter`."""
+        """Add a child span that has ended; times are of `time.perf_counter`."""
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Make what is observed inside a part of it; an exception ends it as failed."""
+        """Make spans observed inside the block its children; an exception ends it as failed."""
         yield
 
     def end(self, error: BaseException | None = None) -> None:
-        """End it, as failed with an `error`; ending it again does nothing."""
+        """End the span, as failed if there is an `error`; ending it again does nothing."""
 
 
 UNOBSERVED = ObservedSpan()
 
 
 class Observer:
-    """Hooks of an engine and a trainer, which do nothing; a subclass overrides them.
+    """Hooks that engines and trainers call; they do nothing unless a subclass overrides them.
 
     The caller waits for each hook, and none may raise.
     """
 
     is_observing = False
-    """False: the engine describes no step to it."""
+    """False: the engine does not call `stepped`."""
 
     def submitted(self, requests: Sequence[Request]) -> None:
         """Note queued sequences, on the thread that submits them; may set their `observed`."""
@@ -77,21 +77,21 @@ class Observer:
     ) -> None:
         """Note the end of a sequence, on the engine's thread.
 
-        `ended` is of `time.perf_counter`; `error` ended the engine, and the sequence with it.
+        `ended` is a time of `time.perf_counter`; `error` ended the engine, and so the sequence.
         """
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[ObservedSpan]:
-        """Observe the block, and what is submitted inside as a part of it."""
+        """Observe the block as a span, and what is submitted inside as its children."""
         yield UNOBSERVED
 
     def begin(self, name: str, **attributes: Any) -> ObservedSpan:
-        """Begin a span that another call ends; it is no context of this thread."""
+        """Begin a span that a later call ends; it does not become this thread's current span."""
         return UNOBSERVED
 
     @contextmanager
     def joined(self, headers: Mapping[str, str]) -> Iterator[None]:
-        """Make the block a part of what the headers of an HTTP request name."""
+        """Make the block a part of the trace that the headers of an HTTP request name."""
         yield
 
 

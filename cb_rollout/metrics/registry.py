@@ -61,7 +61,7 @@ class EngineCounters:
         return total
 
     def since(self, earlier: "EngineCounters") -> "EngineCounters":
-        """Return the totals added after `earlier`, with today's peak."""
+        """Return the totals added after `earlier`, with the current peak."""
         added = EngineCounters()
         for counter in fields(self):
             value = getattr(self, counter.name) - getattr(earlier, counter.name)
@@ -129,12 +129,12 @@ _SUMMED = (
     "rollout/offloaded_sequences", "rollout/restored_sequences",
 )  # fmt: skip
 
-# Metrics that are averaged over the tokens of several rollouts. Of all others the largest counts.
+# Metrics that are averaged over the tokens of several rollouts. All others take the largest value.
 _AVERAGED = ("rollout/log_kept_mass", "rollout/kept_tokens")
 
 
 def rollout_metrics(added: EngineCounters, seconds: float) -> dict[str, float]:
-    """Return the metrics of one rollout by name, from the counters and seconds that it added."""
+    """Return the metrics of one rollout by name, from its share of the counters and its seconds."""
     metrics = {f"rollout/{name}": getattr(added, name) for name in _LOGGED_COUNTERS}
     metrics["rollout/seconds"] = seconds
     metrics["rollout/tokens"] = added.tokens_generated
@@ -146,7 +146,7 @@ def rollout_metrics(added: EngineCounters, seconds: float) -> dict[str, float]:
 
 
 def combined_metrics(rollouts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the metrics of several rollouts, such as the turns of a conversation, as one's."""
+    """Combine the metrics of several rollouts, such as the turns of a conversation, by name."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(chain.from_iterable(rollouts)):
         with_metric = [metrics for metrics in rollouts if name in metrics]

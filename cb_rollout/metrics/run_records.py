@@ -1,9 +1,9 @@
 """Write and read a run's records: one JSON line for each step's metrics and each sequence.
 
-Owns the two files, a folder with each picture of a prompt once, the texts of audits, and their
-format. A file may hold several runs; each line has its run's id. A new recording first removes the
-incomplete line that a killed process may have left. A file that cannot be written stops the
-recording with a warning. One process of a run records.
+Owns the two files, a folder that stores each picture of a prompt once, the texts of audits, and
+their format. A file may hold several runs; each line has its run's id. A new recording first
+removes the incomplete line that a killed process may have left. A file that cannot be written stops
+the recording with a warning. One process of a run records.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ RUN_DIR_NAME = "cb_rollout"
 
 METRICS_FILE = "metrics.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl"
-# The texts of the audits, the last one at the end, with an empty line between two.
+# The texts of the audits, oldest first, separated by empty lines.
 AUDIT_FILE = "audit.txt"
 
 # Thumbnails of prompts' pictures, by a hash of their bytes.
@@ -78,10 +78,10 @@ class StepMetrics:
     group_rewards: list[list[float]] = field(default_factory=list)
     """Rewards of each group's completions, NaN where there is none; empty: not recorded."""
     spans: list[Span] = field(default_factory=list)
-    """Spans of the main process since the last record, in the order of their ends; empty: not
-    recorded."""
+    """Spans of the main process since the last record, in the order in which they ended; empty:
+    not recorded."""
     sequences: list[SequenceTimes] = field(default_factory=list)
-    """Sequences that ended since then, recorded token by token or not."""
+    """Sequences that ended since the last record, whether recorded token by token or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class SequenceRecord:
     """One sampled sequence, token by token."""
 
     step: int
-    """The trainer's global step after it trained on the sequence; in evaluation, at the time."""
+    """The trainer's global step after it trained on the sequence; in evaluation, the step then."""
     mode: Mode
     request_id: str
     prompt: str
@@ -100,7 +100,8 @@ class SequenceRecord:
     logprobs: list[float]
     """Natural logarithms, one for each token, NaN where it was not finite; empty: not recorded."""
     policy_versions: list[tuple[int, int]]
-    """Runs of `(policy_version, num_tokens)` that sum to the tokens; empty: not recorded."""
+    """Pairs `(policy_version, num_tokens)` for consecutive tokens, which cover all tokens; empty:
+    not recorded."""
     reward: float | None
     """Reward of the sequence; None: not scored, or not finite."""
     finish_reason: str | None
@@ -149,7 +150,7 @@ class SequenceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training whose records are in a directory."""
+    """One recorded training run in a directory."""
 
     run_id: str
     """When it began, UTC: year, month, day - hour, minute, second - microsecond."""
@@ -188,7 +189,7 @@ class RunRecorder:
         self.begin_run()
 
     def begin_run(self, from_step: int = 0) -> None:
-        """Begin a run, after the last run that reached step `from_step`, if not 0."""
+        """Begin a run; unless `from_step` is 0, it resumes the last run that reached that step."""
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         self._run: dict[str, Any] = {"run_id": self.run_id}
         runs = _runs_in(self.run_dir) if from_step else []
@@ -239,7 +240,7 @@ class RunRecorder:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """Record nothing more, and warn, if a file cannot be written inside the block."""
+        """Stop recording, with a warning, if a file cannot be written inside the block."""
         try:
             yield
         except OSError as error:
@@ -253,7 +254,7 @@ class RunRecorder:
 
 
 def record_audit(run_dir: str | os.PathLike[str], text: str) -> None:
-    """Append the text of an audit, without empty lines, or raise `OSError`."""
+    """Append the text of an audit, which must have no empty lines, or raise `OSError`."""
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / AUDIT_FILE).open("ab", buffering=0) as file:
@@ -283,7 +284,7 @@ def list_runs(run_dir: str | os.PathLike[str]) -> list[Run]:
 
 
 def chosen_run(runs: Sequence[Run], run_id: str | None = None) -> Run:
-    """Return the run of an id, or raise `ConfigurationError`; None: the last run."""
+    """Return the run with an id, or raise `ConfigurationError`; None: the last run."""
     if run_id is None:
         return runs[-1]
     for run in runs:
@@ -302,7 +303,7 @@ def read_metrics(run_dir: str | os.PathLike[str], run: Run | None = None) -> lis
 def iterate_rollouts(
     run_dir: str | os.PathLike[str], run: Run | None = None, steps: Collection[int] | None = None
 ) -> Iterator[SequenceRecord]:
-    """Yield the sequences of a run, as `read_metrics`, singly; `steps=None`: of all steps."""
+    """Yield the sequences of a run one by one; `run`: see `read_metrics`; `steps=None`: all."""
     run = run or chosen_run(list_runs(run_dir))
     return _records_of(run, run_dir, ROLLOUTS_FILE, _sequence_from, steps)
 
@@ -317,7 +318,7 @@ def read_image(run_dir: str | os.PathLike[str], name: str) -> bytes | None:
 
 
 def find_run_dir(path: str | os.PathLike[str]) -> Path:
-    """Return `path` or its `cb_rollout/`, which holds records; else raise `ConfigurationError`."""
+    """Return `path` or its `cb_rollout/`, whichever has records, or raise `ConfigurationError`."""
     path = Path(path)
     for candidate in (path, path / RUN_DIR_NAME):
         if any((candidate / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE)):
@@ -360,7 +361,7 @@ def _records_of(
 def _last_step(other_id: str, run_id: str, continues: Mapping[str, int]) -> float:
     """Return the last step of a run that counts as a step of `run_id`, which resumed it.
 
-    -1: none does.
+    -1: no step counts.
     """
     if other_id == run_id:
         return math.inf
@@ -431,7 +432,7 @@ def _sequence_from(row: Mapping[str, Any]) -> SequenceRecord:
 
 
 def _record_from(record_type: type[T], row: Mapping[str, Any], **converted: Any) -> T:
-    """Return a row as a record; `converted`: its values that JSON holds in another form."""
+    """Return a row as a record; `converted`: values that JSON stores in another form."""
     if row["mode"] not in get_args(Mode):
         raise ValueError(f"mode {row['mode']!r} is neither train nor eval")
     values: dict[str, Any] = {}
@@ -447,7 +448,7 @@ def _numbers(values: Iterable[Any]) -> list[float]:
 
 
 def json_value(value: Any) -> Any:
-    """Return a value as JSON holds it: a number that is not finite as null."""
+    """Return a value as JSON stores it: a number that is not finite becomes null."""
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Write and read the settings of a run: its settings, versions and machine, by section.
+"""Write and read a run's settings, versions and machine, by section.
 
-Owns one file of a run's directory, with a JSON line for each run. Which settings there are is for
-whoever records the run. Loads no torch.
+Owns one file of a run's directory, with a JSON line for each run. Whoever records the run chooses
+the settings. Loads no torch.
 """
 
 import importlib.metadata
@@ -20,16 +20,16 @@ SETTINGS_FILE = "settings.jsonl"
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 
-# A longer value is cut: a page of settings is read by a person.
+# A longer value is cut, because people read the page of settings.
 MAX_CHARACTERS = 200
 
 # Parts of the names of settings whose values are secrets.
 SECRET_NAMES = ("token", "api_key", "secret", "password", "authorization", "cookie")
-# Settings of that spelling which are counts of tokens, and no secrets, end so.
+# Endings of names that contain "token" but hold counts or ids, not secrets.
 COUNT_ENDINGS = ("_tokens", "_tokens_seen", "_token_ids", "_token_budget")
 
 Sections = Mapping[str, Mapping[str, Any]]
-"""By section's title, and then by the name of a setting, its value."""
+"""Values by section title, and then by the name of a setting."""
 
 
 def changed_settings(settings: Any) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def is_secret(name: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of this package and of those that a training runs on."""
+    """Return the versions of Python, of this package and of the packages that training uses."""
     found = {"python": platform.python_version(), "cb_rollout": __version__}
     for name in PACKAGES:
         try:
@@ -102,7 +102,7 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
 
 
 def _text(value: Any) -> str:
-    """Return a value as one writes it in Python, without addresses, and cut where it is long."""
+    """Return a value as text without memory addresses; a long text is cut."""
     if isinstance(value, Enum):
         text = str(value.value)
     elif isinstance(value, str):
@@ -110,7 +110,7 @@ def _text(value: Any) -> str:
     elif isinstance(value, list | tuple | set | frozenset):
         text = f"[{', '.join(_texts(value))}]"
     elif isinstance(value, dict):
-        # Values may be secrets of any name, as the headers of a server.
+        # A dict may hold secrets under its keys, such as the headers of a server.
         text = ", ".join(f"{name}={_text(v)}" for name, v in value.items() if not _hides(name))
         text = f"{{{text}}}"
     elif isinstance(value, int | float | None):

@@ -1,4 +1,4 @@
-"""Recorded sequences as a Weights & Biases table, beside histograms of tokens.
+"""Log recorded sequences as a Weights & Biases table, and histograms of tokens.
 
 The only file that imports wandb. Owns the table's name and columns; does not start, configure or
 finish a run. Called from the thread that trains.
@@ -17,14 +17,14 @@ TABLE_NAME = "rollout/tokens"
 # The ids of the tokens are in the run's records.
 COLUMNS = ("step", "request_id", *(name for name in TokenRow._fields if name != "token_id"))
 
-# The prompt is in every row of its sequence; its end is kept, since chat templates begin alike.
+# Every row repeats the prompt of its sequence. Its end is kept, because chat templates begin alike.
 MAX_PROMPT_CHARACTERS = 500
 
 
 def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
     """Log every token of the trainer's global `step` as one row of the table "rollout/tokens".
 
-    The table joins the row that the trainer logs next; of several before that row, wandb keeps the
+    The table joins the row that the trainer logs next; if several precede that row, wandb keeps the
     last. Without an active run, or without records, nothing is logged.
     """
     if wandb.run is None:
@@ -47,7 +47,7 @@ def log_token_table(records: Iterable[SequenceRecord], step: int) -> None:
 
 
 def log_histograms(histograms: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> None:
-    """Log histograms, counts and edges by name, into the row that the trainer logs next.
+    """Log histograms, as counts and edges by name, into the row that the trainer logs next.
 
     Without an active run, or without a histogram, nothing is logged.
     """
@@ -62,8 +62,9 @@ def log_histograms(histograms: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> N
 def end_row(begun_at: int | None) -> int | None:
     """Commit wandb's row if it is still that of step `begun_at`; return the step of the next row.
 
-    A trainer logs a row of its own after each table. A loop may log none: the tables of all its
-    steps would stand in one row, of which wandb keeps the last. None: there is no run, or no row.
+    A trainer logs a row after each table. Your own loop may log none: then the tables of all its
+    steps would be in one row, and wandb would keep the last table. `begun_at` is None before the
+    first row; None is returned if there is no active run.
     """
     if wandb.run is None:
         return None

@@ -42,9 +42,9 @@ def write_advice(error: OSError, path: str | os.PathLike[str], setting: str) -> 
     """Return a sentence on the cause of a failed write, and what to change.
 
     Args:
-        error: raised by the write, or by the making of a folder.
-        path: what was to be written.
-        setting: the name of what the user set to that path, such as `output_dir`.
+        error: raised by the write, or by the creation of a folder.
+        path: the file or folder that could not be written.
+        setting: name of the setting that holds the path, such as `output_dir`.
     """
     if error.errno in _FILE_IN_THE_WAY:
         file = _file_above(Path(os.path.abspath(path)))
@@ -56,7 +56,7 @@ def write_advice(error: OSError, path: str | os.PathLike[str], setting: str) -> 
 
 
 def _file_above(path: Path) -> Path | None:
-    """Return the path, or the parent of it, that exists and is not a folder; else None."""
+    """Return the path, or its nearest existing parent, if that is not a folder; else None."""
     for candidate in (path, *path.parents):
         if os.path.lexists(candidate):
             return None if candidate.is_dir() else candidate

@@ -6,8 +6,8 @@ row's path and to itself. A recurrent model computes a prompt first, and then al
 from the states after the prompt. If a model supports neither, rows of similar length are padded on
 the right.
 
-N: tokens of a packed batch, R: completion tokens of its rows, K: those of R with a score of their
-own, B: rows, S: longest row, A: axes of positions.
+N: tokens of a packed batch, R: completion tokens of its rows, K: scored tokens (those that several
+rows share count once), B: rows, S: longest row, A: axes of positions.
 """
 
 from collections import defaultdict
@@ -26,12 +26,13 @@ from cb_rollout.engine.model.routers import joined_routes
 from cb_rollout.packing.prefix_tree import TreeRow, cut_tree, in_tree_order
 from cb_rollout.packing.rows import PackedRow, RowImages
 
-# A padded batch holds at most this many times its tokens: a wider one costs more than two forwards.
+# Largest size of a padded batch, as a multiple of its tokens without padding. With more padding,
+# one forward costs more than two.
 MAX_PADDING = 1.25
 
 # A fork has at least this many tokens after its prompt, padding included. Recurrent layers of
-# transformers 5.23 compute a single token by a step of decoding: it writes its state over the one
-# that the backward pass needs, and its kernels have no backward pass.
+# transformers 5.23 compute a single token with a decode step. That step overwrites the state which
+# the backward pass needs, and its kernels have no backward pass.
 MIN_FORK_TOKENS = 2
 
 # Padding of input ids. Any token will do: nothing attends to it.
@@ -44,10 +45,11 @@ class PackingLayout(StrEnum):
     SHARED_PREFIXES = "shared_prefixes"
     """One row with all necessary tokens, each shared prefix once."""
     WHOLE_ROWS = "whole_rows"
-    """One row of all tokens, the last one of each completion and the prompts of empty ones too."""
+    """One row with all tokens, including each completion's last token and the prompts of empty
+    completions."""
     FORKED_STATES = "forked_states"
-    """A prompt, then the completions of its group from its states, padded on the right. With images
-    or experts it is `PADDED`."""
+    """A prompt, then its group's completions, which start from the prompt's states and are padded
+    on the right. Batches with images or recorded experts use `PADDED` instead."""
     PADDED = "padded"
     """Rows of similar length, padded on the right."""
 
@@ -59,37 +61,37 @@ class PackedBatch:
     rows: list[int]
     """Indices of the rows, in the order in which their tokens are scored."""
     lengths: list[int]
-    """Number of completion tokens of each, R together."""
+    """Number of completion tokens of each row; R is their sum."""
     input_ids: torch.Tensor
     """int64, (1, N), or (B, S) in a padded batch."""
     position_ids: torch.Tensor
     """int64, as `input_ids`: each token's index in its own sequence."""
     predicting_K: torch.Tensor
-    """int64: of each scored token the index of the token before it, in `shared_ids` and then the
-    flat `input_ids`."""
+    """int64: for each scored token, the index of the token before it, in `shared_ids` followed by
+    the flat `input_ids`."""
     labels_K: torch.Tensor
     """int64: the scored tokens."""
     scored: list[tuple[int, int]]
-    """Of each scored token the index of a row, and its index in the row's completion."""
+    """For each scored token, the index of a row, and the token's index in the row's completion."""
     scores_R: torch.Tensor | None
-    """int64: index among the scores of each completion token; None: each has a score of its own."""
+    """int64: for each completion token, the index of its score; None: no tokens share a score."""
     segments: tuple[Segment, ...] | None
     """None: a padded batch."""
     is_token: torch.Tensor | None
-    """int64, (B, S), 0 in the padding; None: a packed batch, which has none."""
+    """int64, (B, S), 0 in the padding; None: a packed batch, or one with `shared_ids`."""
     routes: torch.Tensor | None = None
     """int16, [N, L, K]: experts that the tokens take; None: their routers choose."""
     others: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Further arguments of the forward: those of images, and positions along their axes."""
+    """Further arguments of the forward for images, and the positions along each axis."""
     rope_sides: Sequence[int] = ()
-    """Sides of the rows, for `RowRope.by_row`; in a packed batch of prompts and completions."""
+    """Sides for `RowRope.by_row`: of each row in a padded batch, of each piece in a packed one."""
     rope_counts: Sequence[int] | None = None
-    """Tokens of each of them; None: a padded batch."""
+    """Number of tokens of each piece; None: a padded batch."""
     num_shared_prompts: int = 0
     """Number of rows whose prompt is computed with another row."""
     shared_ids: torch.Tensor | None = None
-    """int64, (1, P): the prompt that all rows of a padded batch go on from, computed before them;
-    None: one forward takes all tokens."""
+    """int64, (1, P): the prompt that all rows of a padded batch continue, computed before them;
+    None: one forward computes all tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -131,7 +133,7 @@ def pack(
     """Lay rows out in batches.
 
     Rows without a completion token are left out, except with `WHOLE_ROWS`. A tree that does not fit
-    into one batch is cut, and each part contains the shared tokens.
+    into one batch is cut, and each part contains the shared tokens of its rows.
 
     Args:
         rows: all rows.
@@ -194,7 +196,7 @@ def _forked_groups(
 def _of_similar_width(
     widths: Mapping[int, int], num_shared: int, max_tokens: int | None
 ) -> Iterator[list[int]]:
-    """Yield rows that may be padded to the widest of them, the widest rows first.
+    """Yield groups of rows that may be padded to their widest row, the widest group first.
 
     Args:
         widths: each row's number of tokens after the shared ones, by its index.
@@ -234,7 +236,8 @@ def _fork_width(num_tokens: int) -> int:
 class _ScoredTokens:
     """Tokens that a packed batch scores.
 
-    Rows that share a token also share its score, which belongs to a label after a packed token.
+    A score belongs to a label after a packed token. Rows that share both of these, the temperature
+    and the sampling mask also share the score.
     """
 
     def __init__(self) -> None:
@@ -245,7 +248,7 @@ class _ScoredTokens:
         self.predicting: list[int] = []
         """The packed token before each."""
         self.scores_of_rows: list[int] = []
-        """Index into `tokens` of each completion token of each row."""
+        """For each completion token of each row, its index into `tokens`."""
         self._shared: dict[Hashable, int] = {}
 
     @property
@@ -262,7 +265,7 @@ class _ScoredTokens:
             number: the row's index.
             row: the row.
             predicting: the packed token before each token of the completion.
-            num_in_others: first tokens of the completion that another row may score too.
+            num_in_others: number of leading completion tokens that another row may score too.
         """
         for t, label in enumerate(row.scored_ids):
             next_score = len(self.tokens)
@@ -295,7 +298,7 @@ def _packed(
         tree: the rows to lay out.
         device: where the batch's tensors lie.
         image_names: arguments that the model's forward takes for images.
-        num_dropped: last tokens of each row that no forward computes.
+        num_dropped: number of tokens at each row's end that no forward computes.
     """
     pieces, segments, scored = _laid_out(rows, tree, num_dropped)
     token_ids: list[int] = []
@@ -331,7 +334,7 @@ def _packed(
 def _laid_out(
     rows: Sequence[PackedRow], tree: Sequence[TreeRow], num_dropped: int
 ) -> tuple[list[RowPiece], tuple[Segment, ...], _ScoredTokens]:
-    """Return the piece of each row that is computed, its segment, and the tokens to score.
+    """Return each row's computed piece and its segment, and the tokens to score.
 
     A row whose tokens are all shared has no piece. See `_packed`.
     """
@@ -356,8 +359,8 @@ def _laid_out(
         if index + 1 < len(tree):
             num_shared_with_next = tree[index + 1].num_shared
         last_of_prompt = len(row.prompt_ids) - 1
-        # The token before a score may be shared with the row before or after, and then both may
-        # score the same token.
+        # The token before a score may be shared with the previous or the next row; then both rows
+        # may score the same token.
         num_in_others = max(num_shared, num_shared_with_next) - last_of_prompt
         packed_tokens = list(chain.from_iterable(path))
         scored.add(number, row, packed_tokens[last_of_prompt:], num_in_others)
@@ -396,12 +399,12 @@ def _padded(
     Args:
         rows: all rows.
         numbers: indices of the rows to pad.
-        num_shared: first tokens of all these rows, which are equal and computed once before them.
+        num_shared: number of leading tokens that these rows share, computed once before them.
         device: where the batch's tensors lie.
         image_names: arguments that the model's forward takes for images.
     """
     chosen = [rows[number] for number in numbers]
-    # Of each row the tokens after the shared ones; nothing follows its last, which is left out.
+    # Each row's tokens after the shared ones, without the last token, which predicts nothing.
     sequences: list[list[int]] = []
     for row in chosen:
         sequences.append(row.token_ids[num_shared:-1])
@@ -418,7 +421,7 @@ def _padded(
             labels.append(label)
             token = len(row.prompt_ids) - 1 + t
             if token >= num_shared:
-                # Not in the shared prompt, but after the rows before this one.
+                # The token is not in the shared prompt, and follows the rows before its own.
                 token += index * S
             predicting.append(token)
 
@@ -466,7 +469,7 @@ def _right_padded(sequences: Sequence[list[int]], length: int) -> list[int]:
 def arguments_of_rows(
     pieces: Sequence[RowPiece], names: frozenset[str], dim: int
 ) -> dict[str, torch.Tensor]:
-    """Return a forward's positions and arguments of images; none where no row has any.
+    """Return a forward's image arguments and positions; empty if no row has `images`.
 
     Image tensors are concatenated. A row of text has zeros in per-token tensors.
 
@@ -491,7 +494,7 @@ def arguments_of_rows(
         positions_ABS = torch.stack(positions, 1)
     arguments["position_ids"] = positions_ABS
     if len(positions_ABS) == 1:
-        # A model without axes takes (1, N) or (B, S).
+        # A model without position axes takes (1, N) or (B, S).
         arguments["position_ids"] = positions_ABS[0]
     return arguments
 

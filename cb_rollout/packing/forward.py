@@ -61,10 +61,10 @@ def score_batches(
         model: a plain or wrapped model.
         batches: all of one layout.
         head: scores the tokens of a batch.
-        num_trained: how many batches, the first ones, get gradients where they are enabled.
+        num_trained: number of leading batches that get gradients, if gradients are enabled.
         recompute: recompute each batch in the backward pass, so that only one batch's activations
             are in memory at a time.
-        routers: routers that replay the batches' routes; None: they choose themselves.
+        routers: routers that replay the batches' routes; None: the routers choose themselves.
         counts: counts choices of the routers that differ from the routes.
 
     Raises:
@@ -103,7 +103,7 @@ def score_batches(
     if not scores:
         raise _not_packed(model, "does not call the model's forward")
     returned = iter(output)
-    # In the order of `_tensors`: each takes the next of those that the wrapper returned.
+    # In the order of `_tensors`: each takes the next tensors that the wrapper returned.
     return [_wrapped(of_batch, returned) for of_batch in scores]
 
 
@@ -129,7 +129,7 @@ def _holders_of_forward(model: torch.nn.Module, inner: Any) -> list[torch.nn.Mod
 
 
 def _tensors(scores: Sequence[Scores]) -> list[torch.Tensor]:
-    """Return the tensors of all scores: DDP looks for those that it will see gradients of."""
+    """Return the tensors of all scores; in them, DDP looks for those that will get gradients."""
     tensors: list[torch.Tensor] = []
     for of_batch in scores:
         for tensor in of_batch:
@@ -139,9 +139,10 @@ def _tensors(scores: Sequence[Scores]) -> list[torch.Tensor]:
 
 
 def _wrapped(scores: Scores, returned: Iterator[torch.Tensor]) -> Scores:
-    """Return scores as the wrapper returns them: their backward pass runs the wrapper's hooks.
+    """Return scores as the wrapper returned them, so that the backward pass runs its hooks.
 
-    FSDP (torch 2.13) hooks the tensors themselves, and rounds its copies to the compute dtype.
+    FSDP (torch 2.13) hooks the tensors themselves. Its copies, which are rounded to the compute
+    dtype, are not used.
     """
     wrapped: dict[str, torch.Tensor] = {}
     for name, tensor in scores._asdict().items():
@@ -165,11 +166,11 @@ def _score(
 
     Args:
         inner: the transformers model.
-        own_forward: its forward, which a wrapper's call has replaced.
-        batch: as of `score_batches`.
-        head: as of `score_batches`.
-        routers: as of `score_batches`.
-        counts: as of `score_batches`.
+        own_forward: the model's forward, which `score_batches` replaced.
+        batch: see `score_batches`.
+        head: see `score_batches`.
+        routers: see `score_batches`.
+        counts: see `score_batches`.
     """
     backbone = hf_compat.backbone_of(inner)
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
@@ -211,7 +212,7 @@ def _of_all_rows(scores: Scores, scores_R: torch.Tensor) -> Scores:
 def _forked_forward(
     own: Callable[..., Any], inner: Any, batch: PackedBatch, *_: Any, **named: Any
 ) -> Any:
-    """Run a backbone over a prompt, and from its states over completions; join hidden states."""
+    """Run a backbone over a prompt, then over completions from its states; join hidden states."""
     assert batch.shared_ids is not None
     B, S = batch.input_ids.shape
     P = batch.shared_ids.shape[1]
@@ -222,7 +223,7 @@ def _forked_forward(
         settings.pop(name, None)
     positions_1P = torch.arange(P, device=device)[None]
     output = own(input_ids=batch.shared_ids, position_ids=positions_1P, **settings)
-    # One row for each token: those of the prompt, then those of each completion.
+    # One row per token: the prompt's tokens, then each completion's.
     hidden_NH = output.last_hidden_state.flatten(0, 1)
     if S:
         hf_compat.repeat_states(cache, B, device)
@@ -230,7 +231,7 @@ def _forked_forward(
         hidden_of_forks = output.last_hidden_state.flatten(0, 1)
         hidden_NH = torch.cat([hidden_NH, hidden_of_forks])
     output.last_hidden_state = hidden_NH[None]
-    # The states are of no use to the caller.
+    # The caller has no use for the states.
     output.past_key_values = None
     return output
 
@@ -253,7 +254,7 @@ def _selecting_hidden_states(
     """Pass only the hidden states that predict completion tokens, (1, K, H), to the head."""
 
     def select(_module: Any, _arguments: Any, output: Any) -> Any:
-        # The head may be called again, on a part of these.
+        # The head may be called again, on a part of these hidden states.
         handle.remove()
         hidden = output.last_hidden_state
         output.last_hidden_state = hidden.flatten(0, 1).index_select(0, predicting_K)[None]
@@ -308,7 +309,7 @@ def differing_gradients(
 def _gradients_of_tokens(
     embeddings: torch.nn.Module, score: Callable[[], Sequence[torch.Tensor]]
 ) -> torch.Tensor:
-    """Return the gradient of each token's embedding, (tokens, H), summed over its places.
+    """Return each token id's gradient, (ids, H), summed over the embeddings of its occurrences.
 
     Args:
         embeddings: the model's input embeddings.
@@ -335,7 +336,7 @@ def _gradients_of_tokens(
     tokens, index_N = torch.cat(token_ids).unique(return_inverse=True)
     sums = values_NH.new_zeros(len(tokens), values_NH.shape[-1])
     sums.index_add_(0, index_N, values_NH)
-    # Padding is a token of no row, and has no gradient.
+    # Padding belongs to no row, and has no gradient.
     has_gradient = sums.abs().amax(1) > 0
     return sums[has_gradient]
 
@@ -355,7 +356,8 @@ def _gradient_difference(
     def gradients(layout: PackingLayout) -> torch.Tensor:
         return _gradients_of_tokens(inner.get_input_embeddings(), partial(score, layout))
 
-    # The rounding of smaller values is taken for that of values of `LEAST_SIZE`.
+    # Values smaller than `LEAST_SIZE` are compared by the rounding of that size, so gradients are
+    # scaled to it.
     root_mean_square = gradients(PackingLayout.PADDED).square().mean().sqrt()
     scale = LEAST_SIZE / root_mean_square
 

@@ -50,7 +50,7 @@ from cb_rollout.types import GenerationOutput
 
 T = TypeVar("T")
 
-# Tokens whose logits exist at a time.
+# Maximum number of tokens whose logits are in memory at a time.
 CHUNK_TOKENS = 1024
 
 
@@ -75,7 +75,7 @@ class AgreedLayouts(NamedTuple):
 _LAYOUTS: WeakKeyDictionary[torch.nn.Module, AgreedLayouts] = WeakKeyDictionary()
 _ROUTERS: WeakKeyDictionary[torch.nn.Module, Routers] = WeakKeyDictionary()
 
-# A packed forward replaces methods of the model; the backward pass computes heads again.
+# Held while a forward replaces methods of the model, and while the backward pass recomputes heads.
 REPLACING = threading.RLock()
 
 
@@ -87,12 +87,12 @@ def packed_logprobs(
 ) -> list[torch.Tensor]:
     """Return the log-probability of every generated token under the model's current weights.
 
-    Nothing is padded, and a prefix that several outputs share is computed once, whether prompt or
-    generated tokens: pass all turns of a conversation together. Gradients flow to the parameters
-    unless they are disabled; the model's mode does not change. The first call for a model compares
-    its packed forward with its plain forward. A model with recurrent layers computes each prompt
-    once, and starts the completions from the states at its end. A model that can do neither runs on
-    padded rows of similar length.
+    Nothing is padded, and a prefix that several outputs share is computed once, whether it is a
+    prompt or generated tokens, so pass all turns of a conversation together. Gradients flow to the
+    parameters unless they are disabled; the model's mode does not change. The first call for a
+    model compares its packed forward with its plain forward. A model with recurrent layers computes
+    each prompt once, and starts the completions from the states at its end. A model that supports
+    neither runs on padded rows of similar length.
 
     Threads that call this wait for each other. Nothing else may run the model meanwhile, not even a
     rollout in another thread. Outputs that were sampled with `router_replay=True` use the same
@@ -109,8 +109,8 @@ def packed_logprobs(
             was sampled.
 
     Returns:
-        One 1-d float32 tensor per output, on the model's device, with the natural logarithm for
-        each of its generated tokens.
+        One 1-d float32 tensor per output, on the model's device, with the log-probability (natural
+        logarithm) of each generated token.
 
     Raises:
         InvalidRequestError: an output has no prompt, or a token id outside the model's vocabulary.
@@ -154,7 +154,7 @@ def packed_logprobs(
 def score_rows(
     model: torch.nn.Module, rows: Sequence[PackedRow], adapter: str | None = None
 ) -> dict[int, torch.Tensor]:
-    """Return the log-probabilities of each row with a completion, with gradients, by its index.
+    """Return differentiable log-probabilities of each row with a completion, by row index.
 
     See `packed_logprobs`; the rows are not checked.
 
@@ -260,7 +260,7 @@ def score_in_agreed_layout(
 ) -> T:
     """Return what `score` returns for the layout that agreed with the model's plain forward.
 
-    The first rows of a kind are compared. Nothing else may run the model meanwhile.
+    The comparison uses the first rows of each `RowKind`. Nothing else may run the model meanwhile.
 
     Args:
         model: a model, plain or wrapped.
@@ -273,7 +273,7 @@ def score_in_agreed_layout(
         ConfigurationError: no layout agrees.
     """
     inner = hf_compat.unwrap(model)
-    # A model that was cast, wrapped anew, or that got another layer, is compared again.
+    # A model that was cast, was wrapped again, or got another layer is compared again.
     wrapper = weakref.ref(hf_compat.trained_forward(model))
     compared_model = (forward_identity(inner), wrapper)
     kind = RowKind(has_images=rows[0].images is not None, may_fork=may_fork, adapter=adapter)
@@ -290,7 +290,7 @@ def score_in_agreed_layout(
     except ConfigurationError as error:
         if layout is PackingLayout.PADDED:
             raise
-        # Longer rows than those that were compared may meet a window that attention is not told of.
+        # A row longer than the compared ones may exceed a window unknown to the attention function.
         reason = str(error)
         scored = score(PackingLayout.PADDED)
     if reason and next(inner.parameters()).device.type == "cuda":
@@ -363,10 +363,10 @@ def _score_by_own_head(
     Args:
         inner: the transformers model.
         rows: all rows.
-        adapter: the adapter that was activated by name; None: there is none.
+        adapter: the adapter that was activated by name; None: no adapter was named.
         own_forward: the model's forward.
         batch: some of the rows.
-        arguments: of a forward of the batch.
+        arguments: the forward's arguments for the batch.
     """
     with hf_compat.taking_hidden_states(inner) as taken:
         own_forward(**arguments, **without_router_logits(inner), use_cache=False)
@@ -383,7 +383,7 @@ def _score_by_own_head(
     temperatures_K = to_device(temperatures, batch.labels_K.device, torch.float32)
     score_chunk: Callable[..., torch.Tensor] = partial(_chunk, inner, own_forward, type(output))
     if adapter is not None:
-        # The backward pass computes it again, when another adapter may be active.
+        # The backward pass computes the chunk again, and another adapter may be active by then.
         score_chunk = with_active_adapter(inner, adapter)(score_chunk)
     logprobs: list[torch.Tensor] = []
     for start in range(0, len(kept), CHUNK_TOKENS):
@@ -451,7 +451,7 @@ def head_logits(
         own_forward: its forward.
         output_type: class of its backbone's outputs.
         hidden_1KH: hidden states.
-        labels_K: as many token ids, for a forward that asks for the shape of its input.
+        labels_K: one token id per hidden state, for a forward that reads its input's shape.
     """
     with REPLACING, hf_compat.giving_hidden_states(inner, output_type, hidden_1KH):
         settings = without_router_logits(inner)
@@ -462,7 +462,7 @@ def head_logits(
 def _agreeing_layout(
     model: torch.nn.Module, rows: Sequence[PackedRow], *, may_fork: bool = True
 ) -> tuple[PackingLayout, str]:
-    """Return the first layout that agrees with the plain forward, and why the previous one did not.
+    """Return the first layout that agrees with the plain forward, and why an earlier one did not.
 
     Both forwards go through the model's wrappers, which may compute something themselves. They are
     compared at temperature 1 over the whole vocabulary, because a lower temperature magnifies
@@ -544,7 +544,7 @@ class _Comparison:
 
 
 def first_layout(obstacle: str) -> PackingLayout:
-    """Return the layout to try before `PADDED`; `obstacle`: why rows would mix, "" if not."""
+    """Return the layout to try before `PADDED`; `obstacle`: why packed rows would mix, or ""."""
     if obstacle:
         return PackingLayout.FORKED_STATES
     return PackingLayout.SHARED_PREFIXES

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from cb_rollout.engine.attention.shared_prefix import num_common
 from cb_rollout.packing.rows import PackedRow, RowPath
 
-# Rows that are computed both ways before a layout is used.
+# Rows on which two forwards are compared before a layout is used.
 NUM_COMPARED = 4
 
 
@@ -34,7 +34,7 @@ class _Fork(NamedTuple):
 
 
 class _LastPart(NamedTuple):
-    """The best choice of the last part of a tree's first rows, and the cost of all parts."""
+    """The best last part for a tree's first rows, and the cost of all parts of these rows."""
 
     num_parts: int
     num_recomputed: int
@@ -139,7 +139,7 @@ def _best_last_part(
         max_tokens: maximum tokens of a part; a single row may have more.
     """
     chosen: _LastPart | None = None
-    # Of the rows after `start`, beyond what they share with the row before.
+    # Tokens of the rows after `start`, without those shared with the previous row.
     num_tokens = 0
     for start in reversed(range(end)):
         number, num_shared = tree[start]
@@ -164,9 +164,9 @@ def _best_last_part(
 def representative(rows: Sequence[PackedRow]) -> tuple[list[int], list[PackedRow]]:
     """Return some rows to compare two forwards on: their indices, and the rows.
 
-    They are the two rows with the longest common prefix that then differ, the longest row, and
+    They are the two rows that share the longest prefix before they differ, the longest row, and
     others. If no rows share a prefix, the longest row is included twice and shares its prompt,
-    because a single row would not show that a layer carries its state into the next row.
+    because a single row would not show whether a layer carries its state into the next row.
     """
     scored = _with_completions(rows)
     tree = in_tree_order(rows, scored)
@@ -177,7 +177,7 @@ def representative(rows: Sequence[PackedRow]) -> tuple[list[int], list[PackedRow
         numbers = [fork.before, fork.number]
         chosen = [rows[fork.before], rows[fork.number]]
     else:
-        # The second row has a token of its own, even if its completion has a single one.
+        # The second row computes a token itself, even if its completion has a single token.
         num_shared = min(len(rows[longest].prompt_ids), rows[longest].num_tokens - 2)
         row = rows[longest]._replace(max_shared=num_shared)
         numbers = [longest, longest]
@@ -204,10 +204,11 @@ def _forks(rows: Sequence[PackedRow], tree: Sequence[TreeRow]) -> list[_Fork]:
 def fork_examples(rows: Sequence[PackedRow]) -> list[list[PackedRow]]:
     """Return two sets of rows on which to compare the gradients of forked states.
 
-    Recurrent layers compute a single token differently than several, and a batch may lack one of
+    Recurrent layers compute a single token differently from several, and a batch may lack one of
     the two cases. So the forks of the first set compute one token after their prompt, and those of
-    the second two or more: the last token of a completion is not computed. Experts and sampling
-    masks are left out. Rows with images are never forked, so they give no examples.
+    the second set two or more. Their completions have one more token, because the last one is not
+    computed. Experts and sampling masks are left out. Rows with images are never forked, so they
+    give no examples.
 
     Args:
         rows: as `representative` returns them, the two with the longest common prefix first.
@@ -223,7 +224,7 @@ def fork_examples(rows: Sequence[PackedRow]) -> list[list[PackedRow]]:
 
 
 def _lengthened(row: PackedRow, least: int) -> PackedRow:
-    """Return a row whose completion is repeated until it has `least` tokens."""
+    """Return a row whose completion is repeated until it has at least `least` tokens."""
     ids = list(row.completion_ids)
     if len(ids) < least:
         num_repeats = math.ceil(least / len(ids))

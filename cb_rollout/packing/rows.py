@@ -19,7 +19,7 @@ from cb_rollout.engine.images.prompt_images import ImageInputs, PromptImages
 class RowPath(NamedTuple):
     """The computation of a row, token by token.
 
-    Two rows of equal compatibility compute the same values for a shared prefix of equal keys.
+    Two rows of equal compatibility compute the same values for a common prefix of equal keys.
     """
 
     compatibility: tuple[int, bool]
@@ -32,7 +32,7 @@ class RowImages(NamedTuple):
     """The images of a row, and its positions."""
 
     images: PromptImages | None
-    """None: a row without images in a batch where others have some."""
+    """None: a row without images in a batch where other rows have some."""
     positions_AT: torch.Tensor
     """Position ids of prompt and completion, int64."""
 
@@ -60,7 +60,7 @@ class PackedRow(NamedTuple):
     images: RowImages | None = None
     """None: no row of the batch has images."""
     rope_side: int = 0
-    """`RowRope.side` of its length: rows of different sides have different keys of a prompt."""
+    """`RowRope.side` of its length: a prompt has different keys on different sides."""
     sampling_mask: Sequence[Any] | None = None
     """An `array("i")` of the ids that each completion token was sampled from; None: the whole
     vocabulary."""
@@ -73,7 +73,7 @@ class PackedRow(NamedTuple):
 
     @property
     def scored_ids(self) -> Sequence[int]:
-        """Token ids to score, in place of the completion's."""
+        """Token ids to score: `labels`, or else the completion's."""
         if self.labels is None:
             return self.completion_ids
         return self.labels
@@ -105,7 +105,7 @@ class PackedRow(NamedTuple):
 
 
 def _with_routes(keys: Sequence[Any], routes: Any) -> list[tuple[Any, bytes]]:
-    """Pair each token's key with a digest of its experts; empty if none were recorded.
+    """Pair each token's key with a digest of its experts, empty where none were recorded.
 
     Args:
         keys: one for each token.
@@ -126,8 +126,8 @@ def with_images(
 
     Args:
         model: the transformers model.
-        rows: without images.
-        images: those of each row; None: a row of text.
+        rows: rows without images.
+        images: each row's images; None: a row of text.
     """
     inputs = ImageInputs(model)
     device = next(model.parameters()).device
@@ -145,7 +145,7 @@ def with_images(
         else:
             positions_AT = inputs.positions(prompt_images, 0, row.num_tokens).flatten(0, -2)
         positions.append(positions_AT)
-    # A row of text has one axis, which stands for all.
+    # A row of text has one axis, which stands for all axes.
     num_axes = max(map(len, positions))
 
     rows_with_images = []

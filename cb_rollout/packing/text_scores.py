@@ -36,7 +36,7 @@ from cb_rollout.packing.rows import PackedRow, with_images, with_rope_sides
 _LOGGER = logging.getLogger(__name__)
 
 TopTokens = list[tuple[int, float]]
-"""The likeliest tokens of a place, `(token id, natural logarithm)`, the likeliest first."""
+"""The likeliest tokens at a position, `(token id, natural logarithm)`, the likeliest first."""
 
 
 class TextScores(NamedTuple):
@@ -67,7 +67,7 @@ class Text(NamedTuple):
 
 
 def _rows(inner: Any, texts: Sequence[Text]) -> list[PackedRow]:
-    """Return texts as rows whose tokens after the first are their completions."""
+    """Return each text as a row: its first token is the prompt, the others are the completion."""
     rows: list[PackedRow] = []
     for text in texts:
         row = PackedRow(
@@ -95,7 +95,7 @@ def score_texts(
     Args:
         engine: an engine that is paused.
         texts: the texts to score.
-        top_k: number of the likeliest tokens to report in each place; 0: none.
+        top_k: number of the likeliest tokens to report at each position; 0: none.
         max_tokens: maximum tokens of a batch; a longer text is a separate batch.
     """
     indices_by_adapter: dict[str | None, list[int]] = defaultdict(list)
@@ -113,7 +113,7 @@ def score_texts(
 def _score_together(
     engine: Engine, texts: Sequence[Text], top_k: int, max_tokens: int
 ) -> list[TextScores]:
-    """Score texts of one adapter, under which forwards run; see `score_texts`."""
+    """Score texts under one adapter, which is active already; see `score_texts`."""
     runner = engine.runner
     with torch.no_grad(), runner.computing(), eval_mode(engine.model):
         if runner.is_split or runner.is_bitwise:
@@ -123,7 +123,7 @@ def _score_together(
         rows = _rows(engine.model, texts)
         model = engine.model
         if _is_shared(engine):
-            # As its trainer calls it, through its wrappers; so is the plain forward below.
+            # Its trainer calls it through its wrappers too, and so does the plain forward below.
             model = engine.training_model.module
         score = partial(_packed, model, rows, top_k, max_tokens)
         try:
@@ -179,9 +179,9 @@ def _packed(
 
     Args:
         model: a plain or wrapped model.
-        rows: those to score.
-        top_k: number of the likeliest tokens to report in each place.
-        max_tokens: most tokens of a batch.
+        rows: the rows to score.
+        top_k: number of the likeliest tokens to report at each position.
+        max_tokens: maximum tokens of a batch.
         layout: how rows share a forward.
     """
     inner = hf_compat.unwrap(model)
@@ -221,11 +221,11 @@ def _score_with_top(
     Args:
         inner: the transformers model.
         rows: all rows.
-        top_k: number of the likeliest tokens to report in each place.
-        tops: gets those of the batch.
+        top_k: number of the likeliest tokens to report at each position.
+        tops: gets the batch's likeliest tokens.
         own_forward: the model's forward.
         batch: some of the rows.
-        arguments: of a forward of the batch.
+        arguments: the forward's arguments for the batch.
     """
     with hf_compat.taking_hidden_states(inner) as taken:
         own_forward(**arguments, **without_router_logits(inner), use_cache=False)
@@ -247,7 +247,7 @@ def _score_with_top(
 
 
 def _add_top(top: _TopOfBatch, logits_KV: torch.Tensor, top_k: int) -> None:
-    """Add the `top_k` likeliest tokens after each row of logits."""
+    """Add the `top_k` likeliest tokens of each row of logits."""
     if not top_k:
         return
     logprobs_KN, token_ids_KN = logits_KV.log_softmax(-1).topk(top_k, -1)

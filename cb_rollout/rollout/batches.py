@@ -70,11 +70,11 @@ def batch_arguments(
 
     Args:
         inputs: the call's prompts.
-        generation_config: the call's; None: the generator's settings hold.
+        generation_config: the call's; None: the generator's settings apply.
         tokenizer: encodes prompts that are text or chats.
         defaults: fill what the call leaves out.
         engine: settings of the generator's engine.
-        padding: the tokenizer's padding; prompts must not begin or end with it. None: it has none.
+        padding: the tokenizer's padding; prompts must not begin or end with it. None: unknown.
         own_generation_config: the generator's.
         sampling_params: the call's, for all inputs or one for each.
         num_return_sequences: sequences of each input; None: as a generation config says.
@@ -83,8 +83,8 @@ def batch_arguments(
         on_error: "raise", or "return" to deliver refused prompts as failed sequences.
 
     Raises:
-        ConfigurationError: for `on_error`, or a generation config that asks for another engine.
-        InvalidRequestError: for `inputs` or a number.
+        ConfigurationError: `on_error` is unknown, or a generation config asks for another engine.
+        InvalidRequestError: `inputs` or a number is refused.
     """
     if on_error not in ("raise", "return"):
         raise ConfigurationError(f"on_error={on_error!r} is neither 'raise' nor 'return'.")

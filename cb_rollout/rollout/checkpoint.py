@@ -46,8 +46,8 @@ def load_model(
 
     `name` is a local directory or a name on the hub, `dtype` one of `DTYPES`. A
     `tensor_parallel_size` above 1 splits the layers over that many processes, which must all call
-    this. Raises `ConfigurationError` if the device or checkpoint does not exist, or the model
-    cannot be read or split, lacks weights or memory.
+    this. Raises `ConfigurationError` if the device or checkpoint does not exist, or if the model
+    cannot be read or split, lacks weights, is not causal, or does not fit into memory.
     """
     require_dtype(dtype)
     target = torch_device(device)
@@ -83,7 +83,7 @@ def _model_class(config: Any) -> Any:
 
 
 def shape_of_model(name: str) -> tuple[PreTrainedModel, torch.dtype]:
-    """Create a model from a checkpoint's config, in bfloat16 and `without_values`.
+    """Create a model from a checkpoint's config, in bfloat16; call it inside `without_values`.
 
     Returns the model, and the dtype of the checkpoint. Raises `ConfigurationError` if there is no
     config of a causal language model.

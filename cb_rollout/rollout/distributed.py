@@ -1,4 +1,4 @@
-"""Raise a failure of one process of a training run on all, and exchange values between them.
+"""Raise one process's failure on all processes of a run, and exchange values between them.
 
 Owns a key in the process group's store, which a thread of every process polls once a second. A
 process blocked in a torch collective cannot be interrupted, so it is ended after a grace period. A
@@ -69,7 +69,7 @@ class FailureWatch:
         try:
             first = self._store.compare_set(key, "", failure).decode()
         except RuntimeError:
-            # The process that holds the store has ended, and the store with it.
+            # The process that holds the store has ended, and so has the store.
             return failure
         if first == failure:
             # The store may end with this process, so leave the others time to read it.
@@ -130,7 +130,7 @@ def of_all_processes(value: T) -> list[T]:
 
 
 def rank_of_all() -> int:
-    """Return the place of this process in `of_all_processes`."""
+    """Return the index of this process in the list that `of_all_processes` returns."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -138,7 +138,7 @@ def deal(accelerator: Any, items: list[T], num_wanted: int) -> tuple[list[T], in
     """Move surplus items to processes that have too few; all call this.
 
     Items are tensors and picklable objects. Returns this process's items, at most `num_wanted`, and
-    how many all processes together lack.
+    how many items all processes together still lack.
     """
     counts = gather_object([len(items)])
     num_lacking = [max(0, num_wanted - count) for count in counts]

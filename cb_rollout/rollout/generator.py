@@ -1,8 +1,8 @@
 """Generate completions from a model in training: `RolloutGenerator` and `generate_batch`.
 
-Owns one rollout from prompts to outputs and metrics, and the weight sync between rollouts. Does
-not step the engine, which `ContinuousBatchingManager` runs, nor write records, which `recording/`
-does. Called from the training thread.
+Owns one rollout from prompts to outputs and metrics, and the weight sync between rollouts. Leaves
+the steps of the engine to `ContinuousBatchingManager`, and the writing of records to `recording/`.
+Called from the training thread.
 """
 
 import inspect
@@ -509,7 +509,7 @@ class RolloutGenerator:
             outputs: outputs of `generate_batch` that the step trains on. Consecutive outputs with
                 the same prompt and the same images form a group, over all calls of a step.
             rewards: one number per output, (B,) or a list; None in a list means no reward.
-            advantages: the same.
+            advantages: in the same form as `rewards`.
             trainer_logprobs: natural logarithms of the generated tokens from the loss's forward,
                 under the weights before the update: a 1-d float tensor per output, as
                 `packed_logprobs` returns, or a tensor (B, T) with `completion_mask`.
@@ -580,7 +580,7 @@ class RolloutGenerator:
         return rollout_drift(self.manager, self._last_rollout, num_sequences, is_collective)
 
     def stale_weights(self) -> dict[str, torch.Tensor]:
-        """Return the weights that generate, by name, if a sync would change any of them.
+        """Return the weights of the copy that generates, by name, if a sync would change any.
 
         Empty if a sync would change none, or if one process cannot compare the shards.
         """

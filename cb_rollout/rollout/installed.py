@@ -50,7 +50,7 @@ MOVED_ARGUMENTS = (
     "use_async_batching",
 )
 
-# Settings of the engine, some of which one version of transformers has and another has not.
+# Settings of the engine. A version of transformers may lack some of them.
 _CONFIG_NAMES = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)} | NAMES
 
 
@@ -185,13 +185,13 @@ class ModelMethods:
 
         Args:
             model: the model that generates.
-            generation_config: as of `ContinuousBatchingManager`.
-            block: wait for the requests in flight at the end.
+            generation_config: see `ContinuousBatchingManager`.
+            block: at the end, wait for the requests in flight.
             timeout: maximum wait in seconds; None: no limit.
-            continuous_batching_config: as of `ContinuousBatchingManager`.
+            continuous_batching_config: see `ContinuousBatchingManager`.
             persistent_manager: keep the engine for the next call.
             warmup: trace and compile before the first request.
-            workload_hints: as of `ContinuousBatchingManager`.
+            workload_hints: see `ContinuousBatchingManager`.
             moved: `MOVED_ARGUMENTS`.
         """
         manager = self.init_continuous_batching(
@@ -220,13 +220,13 @@ class ModelMethods:
         warmup: bool = True,
         **kwargs: Any,
     ) -> dict[str, GenerationOutput]:
-        """Sample completions of many prompts; a failed one is logged, and returned with its error.
+        """Sample completions of many prompts; log failed ones, and return them with their errors.
 
         Args:
             model: the model that generates.
             inputs: token ids of each prompt.
-            generation_config: as of `ContinuousBatchingManager`.
-            continuous_batching_config: as of `ContinuousBatchingManager`.
+            generation_config: see `ContinuousBatchingManager`.
+            continuous_batching_config: see `ContinuousBatchingManager`.
             record_timestamps: record when each token was sampled.
             progress_bar: draw a bar; None: in a terminal or a notebook, and erase it at the end.
             persistent_manager: keep the engine for the next call.
@@ -291,7 +291,7 @@ class ModelMethods:
         own = generation_config_of(self._generating(model))
         given = own if generation_config is None else generation_config
         if not isinstance(given, GenerationConfig):
-            # Says what to pass.
+            # Raises an error that says what to pass.
             from_generation_config(given)
         defaults = copy.deepcopy(given)
         found: dict[str, Any] = {}
@@ -305,7 +305,7 @@ class ModelMethods:
         if continuous_batching_config is not None:
             _require_agreement(found, continuous_batching_config)
         elif isinstance(inside, Mapping):
-            # As a saved generation config holds it.
+            # A saved generation config holds it as a dict.
             found = {**inside, **found}
         else:
             continuous_batching_config = inside
@@ -392,7 +392,7 @@ def _warm_up(
 ) -> None:
     """Warm up a manager for the number of decode steps that such requests take.
 
-    On a CPU, no trace is made here if so few steps would not make one anyway.
+    On a CPU, makes no trace here if the rollout itself would make none for so few steps.
     """
     num_turns = math.ceil(num_requests / manager.engine.limits.max_requests)
     num_steps = num_turns * (most_tokens or 0)

@@ -1,4 +1,4 @@
-"""Hold on a model the engines that `persistent_manager=True` keeps for its next call."""
+"""Store on a model the engines that `persistent_manager=True` keeps for the next call."""
 
 from __future__ import annotations
 

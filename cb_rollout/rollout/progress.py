@@ -1,4 +1,4 @@
-"""Draw the progress bar of a rollout, by tqdm, in the thread that waits for the outputs."""
+"""Draw the progress bar of a rollout with tqdm, in the thread that waits for the outputs."""
 
 import sys
 from contextlib import suppress
@@ -34,7 +34,7 @@ class ProgressBar(tqdm):
             leave=bool(is_shown),
             disable=not is_drawn,
             dynamic_ncols=True,
-            # Above 1 tqdm would draw in another thread.
+            # With a number above 1, tqdm would also draw in another thread.
             miniters=1,
         )
 
@@ -43,7 +43,7 @@ class ProgressBar(tqdm):
         fields = dict(super().format_dict)
         num_tokens = self._manager.counters.tokens_generated - self._tokens_before
         rate = num_tokens / fields["elapsed"] if fields["elapsed"] else 0
-        # The requests of a pool grow on its workers.
+        # A pool's requests grow only on its workers, so its outputs count too.
         lengths = [len(output.generated_tokens) for output in self._finished.values()]
         lengths += [request.num_generated for request in self._requests]
         longest = max(lengths, default=0)

@@ -1,6 +1,6 @@
 """Encode prompts (token ids, texts, chats) as token ids.
 
-Owns the check of each prompt's type, with an error that names the right one. Called by any thread.
+Owns the check of each prompt's type, whose error names the right type. Called by any thread.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_tex
 # Token ids, text, a chat, or `{"prompt": one of these, "images": [...]}`.
 Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
-# What an engine takes.
+# A prompt in the form that an engine takes.
 Encoded = Sequence[int] | ImagePrompt
 
 
@@ -49,10 +49,10 @@ def encoded_or_refused(
 ) -> list[Encoded | InvalidRequestError]:
     """Return every prompt as engine input, or the error that refuses it.
 
-    Texts and chats need a tokenizer; image parts and `{"prompt": ..., "images": [...]}` a
-    processor, and a PIL image, a path or an array each. If neighbouring prompts are the same
+    Texts and chats need a tokenizer. Image parts and `{"prompt": ..., "images": [...]}` need a
+    processor; each image is a PIL image, a path or an array. If neighbouring prompts are the same
     object, they are encoded once. `add_generation_prompt` ends chats with the template's start of
-    an answer. Raises `InvalidRequestError` if `prompts` is no list of prompts.
+    an answer. Raises `InvalidRequestError` if `prompts` is not a list of prompts.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise InvalidRequestError(
@@ -78,7 +78,7 @@ class Padding(NamedTuple):
 
     token_id: int
     is_text: bool
-    """True if prompts may hold it as text: it also begins or ends a sequence."""
+    """True if prompts may contain this token as text, because it also begins or ends sequences."""
 
 
 class SpecialTokens(NamedTuple):
@@ -91,7 +91,7 @@ class SpecialTokens(NamedTuple):
 
 
 def special_tokens_of(config: Any) -> SpecialTokens:
-    """Return the special tokens of a config, apart from it."""
+    """Return the special tokens of a config, without the config."""
     return SpecialTokens(*(getattr(config, name, None) for name in SpecialTokens._fields))
 
 
@@ -113,10 +113,10 @@ def padding_of(*holders: Any) -> Padding | None:
 def refuse_padding(prompts: Any, padding: Padding | None) -> None:
     """Raise `InvalidRequestError` for rows of token ids that were padded to one length.
 
-    Padding shows in rows of equal length, from a matrix or a list of lists: some rows begin or end
-    with padding tokens and others do not, or all do with two. In a list a single token at a border
-    may be text, where fewer than half of the rows have it, or where padding is also a token of
-    text; all its rows may begin with the latter. None: nothing names a padding.
+    Rows of equal length, of a matrix or a list of lists, were padded if some begin or end with the
+    padding token and others do not, or if all begin or end with at least two. In a list, a single
+    token at a border may be text if fewer than half of the rows have it, or if `is_text`. With
+    `is_text`, all rows may begin or end with the token. `padding=None`: nothing names the token.
     """
     is_matrix = getattr(prompts, "ndim", 0) == 2
     rows = _rows_of_one_length(prompts)
@@ -127,7 +127,7 @@ def refuse_padding(prompts: Any, padding: Padding | None) -> None:
     for border, step in (("begin", 1), ("end", -1)):
         runs = [_run(row[::step], padding.token_id) for row in rows]
         num_padded = sum(run > 0 for run in runs)
-        # A list of made-up ids has the id of padding at the border of some rows by chance.
+        # In a list of made-up ids, some rows begin or end with the id of padding by chance.
         is_rare = num_padded < len(rows) / 2
         may_be_text = not is_matrix and (padding.is_text or is_rare)
         least = 2 if may_be_text else 1
@@ -232,7 +232,7 @@ def _require_prompt(prompt: Any, index: int) -> None:
 
 def one_per_input(name: str, value: Any, num_inputs: int) -> list[Any]:
     """Return a list with a setting for each input, which `value` may repeat for all."""
-    # A text is one value, of a type that its own check refuses.
+    # A text is one value, which the setting's own check refuses.
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != num_inputs:
             raise InvalidRequestError(

@@ -33,7 +33,7 @@ from cb_rollout.rollout.generator import RolloutGenerator
 from cb_rollout.rollout.prompts import Prompt
 from cb_rollout.types import GenerationOutput, SyncReport
 
-# Decode steps of a training from which on a trace is made at once. On a CPU it pays off sooner.
+# A training with at least this many decode steps is traced at once. On a CPU that pays off sooner.
 STEPS_WORTH_TRACE = 256
 
 # On a GPU a compiled step saves 2 to 4 ms of a model of 0.6 to 8 billion parameters (modelled, see
@@ -239,7 +239,7 @@ class SamplerSource(Protocol):
 
 
 class SamplesByManager:
-    """Implements the methods of a sampler that pass on to an engine's or a pool's manager."""
+    """Implements the methods of a sampler that pass calls on to an engine's or a pool's manager."""
 
     manager: Any
 
@@ -358,9 +358,9 @@ def with_trainers_compilation(config: RolloutConfig, run: TrainingRun) -> Rollou
 
 
 def with_worthwhile_compilation(config: RolloutConfig, run: TrainingRun) -> RolloutConfig:
-    """Have a GPU's decode steps not compiled if the training is too short to repay it.
+    """Leave a GPU's decode steps uncompiled if the training is too short to repay compilation.
 
-    A CPU decides this later, when it knows the steps to come.
+    On a CPU, this is decided later, when the number of coming steps is known.
     """
     is_set = config.use_default_compile_configs is not None or config.default_compile_level
     if is_set or run.accelerator.device.type not in COMPILED_DEVICES:

@@ -31,7 +31,8 @@ from cb_rollout.packing.logprobs import routers_of
 from cb_rollout.rollout.sampler import Sampler, TrainingRun
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus, SyncReport
 
-# Of one process, in the order of the rollouts: the step that trains on it, its number, the rank.
+# The step that trains on the rollout, the file's number, and the rank. In a process, names sort in
+# the order of the rollouts.
 FILE_NAME = "{step:08}-{number:06}-{rank:05}.parquet"
 _NAME = re.compile(r"([0-9]{8})-([0-9]{6})-([0-9]{5})\.parquet")
 
@@ -150,8 +151,8 @@ class RolloutSaver:
             step: the trainer's step after it trained on them; in evaluation, at the time.
             mode: "train" or "eval".
             calls: outputs of each call of the engine.
-            rewards: reward of a sequence by its request id; None, or left out, where it was not
-                scored.
+            rewards: reward of each sequence by its request id; None, or left out, if the sequence
+                was not scored.
 
         Raises:
             ConfigurationError: another run, which began after this one, wrote the file; or it
@@ -301,7 +302,7 @@ class SavedRollouts(Sampler):
 
 
 def _files(folder: Path, rank: int | None = None) -> list[Path]:
-    """Return the files in the order of their rollouts, for None those of all processes."""
+    """Return the files in the order of their rollouts; `rank=None`: those of all processes."""
     files: list[Path] = []
     for path in folder.glob("*.parquet"):
         is_saved_rollout = _NAME.fullmatch(path.name) is not None
@@ -315,7 +316,7 @@ class _FileNameParts(NamedTuple):
 
     step: int
     number: int
-    """Among the files of its rank, from 0."""
+    """Number of the file among those of its rank, from 0."""
     rank: int
 
 
@@ -332,7 +333,7 @@ def _calls(paths: Iterable[Path]) -> Iterator[list[GenerationOutput]]:
 
 
 def _calls_in(path: Path) -> list[list[GenerationOutput]]:
-    """Return the outputs of each call of a file; `ConfigurationError`: it cannot be read."""
+    """Return the outputs of each call in a file; `ConfigurationError`: it cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
 

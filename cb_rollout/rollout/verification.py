@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 class DriftReport:
     """Difference of recomputed and sampled log-probabilities, in nats.
 
-    `agreement` is true where it is within the model's own rounding, and prints the comparison.
+    `agreement` is true if the difference is within the model's own rounding; it prints as text.
     Divergences are of the sampling distribution from the recomputed one. r is the recomputed over
     the sampled probability (k1 and k3: Schulman 2020, "Approximating KL divergence").
     """
@@ -66,8 +66,8 @@ def drift(
     """Compare log-probabilities token by token.
 
     Args:
-        sampled: of each sequence's tokens, by request id.
-        recomputed: of the same tokens.
+        sampled: log-probabilities of each sequence's tokens, by request id.
+        recomputed: log-probabilities of the same tokens.
         noise: rounding in nats, from `rounding_noise`.
     """
     log_ratios: list[float] = []
@@ -291,7 +291,7 @@ def _alike_on_all_processes(rollout: Sequence[Request]) -> list[Request]:
     Only a forward with images gathers a sharded vision tower, so all processes must make the same
     choice.
     """
-    # Of each process, whether it has sequences with images (True) and without (False).
+    # For each process, whether it has sequences with images (True) and without (False).
     has_images = {request.images is not None for request in rollout}
     of_processes = [set[bool]()] * dist.get_world_size()
     dist.all_gather_object(of_processes, has_images)

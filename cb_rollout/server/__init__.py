@@ -1,4 +1,4 @@
-"""An HTTP server that speaks OpenAI's protocol for the model of a manager.
+"""Serve a manager's model over HTTP, in OpenAI's protocol.
 
 Called by `RolloutGenerator.serve` and the command line. Names load on first use, so that the
 command line reads `ServerOptions` without torch or FastAPI.

@@ -30,7 +30,7 @@ from cb_rollout.server.rl.weight_updates import WeightUpdates
 from cb_rollout.server.served_model import ServedModel
 from cb_rollout.server.xinference import BlockRequest, LaunchRequest
 
-# Most characters of a field's name in an answer: a client may send any.
+# Maximum length of a field's name in an answer: a client may send a name of any length.
 MAX_NAME_CHARACTERS = 100
 
 # pydantic's words for a JSON object.
@@ -38,12 +38,12 @@ _PYTHONS_OBJECT = re.compile(
     r"a valid dictionary(?: or instance of \w+| or object to extract fields from)?"
 )
 
-# pydantic's types of the faults of a field that a body may not have, and of a value that is none of
-# a few words.
+# pydantic's error types for a field that a body may not have, and for a value that is not one of a
+# few allowed words.
 EXTRA_FIELD = "extra_forbidden"
 OTHER_WORD = "literal_error"
 
-# What to send in place of a field of OpenAI's or vLLM's, or of a value of it.
+# What to send instead of one of OpenAI's or vLLM's fields, or instead of one of its values.
 INSTEAD = {
     "tool_choice": "the model decides whether it calls a tool; ask for the call in a message, or "
     "set response_format",
@@ -56,10 +56,10 @@ INSTEAD = {
     "chat_template": "the tokenizer's own is used; send token ids to /v1/completions",
 }
 
-# FastAPI 0.165's type of the fault for a body that is not JSON.
+# FastAPI 0.165's error type for a body that is not JSON.
 NOT_JSON = "json_invalid"
 
-# vLLM's header of a client's own name of a request.
+# vLLM's header for a client's own name for a request.
 ID_HEADER = "x-request-id"
 
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -143,7 +143,7 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
     @app.post("/sessions/{session}/v1/responses", include_in_schema=False)
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a conversation of items, as `/v1/chat/completions` answers its chat."""
+        """Answer a conversation of items, as `/v1/chat/completions` answers a chat."""
         served.require_known(body.model)
         with in_responses_words():
             asked = chat_request(body)
@@ -167,7 +167,7 @@ def _add_generation(app: FastAPI, served: ServedModel) -> None:
 def _add_sessions(app: FastAPI, served: ServedModel) -> None:
     @app.post("/sessions")
     async def open_session() -> Response:
-        """Open a session; its `base_url` is an OpenAI client's."""
+        """Open a session; pass its `base_url` to an OpenAI client."""
         session = served.sessions.open()
         return _Json({"session": session.id, "base_url": session.base_url})
 
@@ -197,7 +197,7 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
     async def pause(
         mode: Annotated[protocol.PauseMode, Query()] = "abort", clear_cache: bool = True
     ) -> Response:
-        """Stop sampling until `/resume`; `mode` is the fate of the requests in flight.
+        """Stop sampling until `/resume`; `mode` decides what happens to requests in flight.
 
         `clear_cache` changes nothing: keys of older weights are never matched.
         """
@@ -206,22 +206,22 @@ def _add_control(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/resume")
     async def resume() -> Response:
-        """Go on after `/pause`."""
+        """Continue sampling after `/pause`."""
         await served.control.resume()
         return _Json({"status": "resumed", "policy_version": served.manager.policy_version})
 
     @app.post("/abort_requests")
     async def abort_requests(body: protocol.AbortRequest | None = None) -> Response:
-        """End requests by their clients' names, all where none is given.
+        """End the requests that clients gave these names; without names, end all requests.
 
-        Each is answered with the tokens that it has, and `finish_reason` "abort".
+        Each request is answered with its tokens so far and with `finish_reason` "abort".
         """
         count = await served.control.abort(None if body is None else body.request_ids)
         return _Json({"status": "aborted", "aborted": count})
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
-        """Confirm that no key of older weights is matched, which holds at any time."""
+        """Confirm that no cached key of older weights is matched, which is always true."""
         return _Json({"success": True})
 
 
@@ -236,7 +236,7 @@ def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/init_weight_transfer_engine")
     async def init_weight_transfer_engine(body: protocol.InitRequest) -> Response:
-        """Join the trainer's group, by which it sends weights."""
+        """Join the trainer's group, over which the trainer sends weights."""
         await weights().init(body.init_info)
         return _Json({"message": "Weight transfer initialized"})
 
@@ -254,7 +254,7 @@ def _add_weight_updates(app: FastAPI, served: ServedModel) -> None:
 
     @app.post("/update_weights")
     async def update_weights(body: protocol.UpdateRequest) -> Response:
-        """Receive tensors of the update, or with `weight_dir` alone the whole of one."""
+        """Receive tensors of the open update; with `weight_dir` alone, make a whole update."""
         updates = weights()
         if (body.update_info is None) == (body.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir.", "update_info")
@@ -282,7 +282,7 @@ def _add_server_info(app: FastAPI, served: ServedModel) -> None:
     async def server_info(
         config_format: Annotated[Literal["text", "json"], Query()] = "text",
     ) -> Response:
-        """Return what clients of vLLM read of its configuration, and the engine's state."""
+        """Return the parts of vLLM's configuration that clients read, and the engine's state."""
         manager = served.manager
         config = {
             "model_config": {
@@ -318,16 +318,16 @@ def _add_server_info(app: FastAPI, served: ServedModel) -> None:
 
 
 def _add_xinference(app: FastAPI, served: ServedModel) -> None:
-    """Add the calls of Xinference's client; those that describe models are OpenAI's too."""
+    """Add the routes that only Xinference's client uses; it also uses OpenAI's routes of models."""
 
     @app.get("/v1/cluster/auth")
     async def cluster_auth() -> Response:
-        """Say whether clients must send a key; Xinference's sends none otherwise."""
+        """Say whether clients must send a key; Xinference's client sends a key only then."""
         return _Json({"auth": served.options.api_key is not None})
 
     @app.post("/v1/models")
     async def launch(body: LaunchRequest) -> Response:
-        """Give the model that runs a name; a launch of another is refused."""
+        """Give the running model a name; a launch of another model is refused."""
         return _Json({"model_uid": served.launches.launch(body)})
 
     @app.get("/v1/models/{model:path}/progress")
@@ -338,7 +338,7 @@ def _add_xinference(app: FastAPI, served: ServedModel) -> None:
 
     @app.delete("/v1/models/{model:path}")
     async def terminate(model: str) -> Response:
-        """Forget a launch; the model runs on until the server ends."""
+        """Forget a launch; the model keeps running until the server ends."""
         served.launches.terminate(model)
         return _Json(None)
 
@@ -346,7 +346,7 @@ def _add_xinference(app: FastAPI, served: ServedModel) -> None:
     async def abort_request(
         model: str, request_id: str, body: BlockRequest | None = None
     ) -> Response:
-        """Abort a request by its `request_id`, and later ones of this id for a while."""
+        """Abort requests with this `request_id`, and for a while also later requests with it."""
         served.require_known(model)
         seconds = (body or BlockRequest()).block_duration
         if seconds:
@@ -371,7 +371,7 @@ def _add_inspection(app: FastAPI, served: ServedModel) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """Answer 200 if requests are generated, else 503."""
+        """Answer 200 if the engine can generate, else 503."""
         served.require_ready()
         return _Json({"status": "ok", "policy_version": served.manager.policy_version})
 
@@ -525,7 +525,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _advice(field: str, fault: str) -> str:
-    """Return what to send in place of a field that is refused; empty: the fault says it."""
+    """Return what to send in place of a refused field; empty if the fault itself says so."""
     if fault == EXTRA_FIELD:
         return INSTEAD.get(field, "this endpoint takes no such field; leave it out")
     if fault == OTHER_WORD:
@@ -555,7 +555,7 @@ def _of_faults(error: RequestValidationError) -> ApiError:
             text = f"{text}: {advice}"
         texts.append(f"{field}: {text}" if field else text)
     if isinstance(error.body, bytes):
-        # FastAPI parses no body that its header does not declare; docs/security.md says why.
+        # FastAPI parses a body only if its header declares JSON; docs/security.md says why.
         texts = [
             "the body is not declared as JSON; send the header Content-Type: application/json."
         ]

@@ -12,13 +12,14 @@ from cb_rollout.types import GenerationOutput
 # The tokenizer's output for a character whose last bytes are missing.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
-# Most tokens decoded again with each new one, while the bytes are not valid UTF-8.
+# Maximum number of tokens that are decoded again with each new token, while the bytes are not valid
+# UTF-8.
 MAX_OPEN_TOKENS = 64
 
-# Tokens whose text and bytes are cached.
+# Number of tokens whose text and bytes are cached.
 NUM_TOKENS_KEPT = 1 << 16
 
-# GPT-2's table: the letters that byte-level vocabularies write bytes with.
+# GPT-2's table of the letters with which byte-level vocabularies write bytes.
 BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 # SentencePiece's token of a single byte.
@@ -71,8 +72,8 @@ class IncrementalDetokenizer:
         if is_open and len(self._window) - self._num_context < MAX_OPEN_TOKENS:
             return ""
         new = text[self._num_seen :]
-        # A token's text depends on the text before it (a leading space), of which one token is
-        # enough, and on no more.
+        # A token's text depends on the text before it (a leading space), but one token of context
+        # is enough.
         self._window = self._window[self._num_context :]
         self._num_context = len(self._window)
         self._num_seen = len(self._decode(self._window))
@@ -97,7 +98,7 @@ def num_partial_match(text: str, strings: Sequence[str]) -> int:
     most = min(len(text), max(map(len, strings), default=1) - 1)
     first_characters = {string[0] for string in strings}
     for start in range(len(text) - most, len(text)):
-        # Most places begin none of them: a long end is looked at only where one may begin.
+        # At most places no string can begin: compare the end of the text only where one can.
         if text[start] not in first_characters:
             continue
         end = text[start:]
@@ -119,7 +120,10 @@ class TokenTable:
         return text, _bytes_of(self._tokenizer.convert_ids_to_tokens(token_id) or "", text)
 
     def chat_logprobs(self, output: GenerationOutput, start: int, as_ids: bool) -> dict[str, Any]:
-        """Return a chat choice's log-probabilities from `start`; `as_ids`: as `token_id:7`."""
+        """Return a chat choice's log-probabilities from `start`.
+
+        With `as_ids`, tokens are written as `token_id:7`.
+        """
 
         def entry(token_id: int, logprob: float) -> dict[str, Any]:
             _, utf8 = self._known(token_id)
@@ -130,10 +134,10 @@ class TokenTable:
     def completion_logprobs(
         self, output: GenerationOutput, start: int, num_characters: int, as_ids: bool
     ) -> tuple[dict[str, Any], int]:
-        """Return a completion choice's log-probabilities from `start`, after `num_characters`.
+        """Return a completion choice's log-probabilities for the tokens from `start`.
 
-        Also returns the number of characters up to the end of these tokens. With `as_ids`, the
-        likeliest tokens include the sampled token.
+        `num_characters` is the number of characters before these tokens; also returns the number up
+        to their end. With `as_ids`, the likeliest tokens include the sampled token.
         """
         tokens = output.generated_tokens[start:]
         logprobs = output.logprobs[start:]

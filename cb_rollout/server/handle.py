@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cb_rollout.server.served_model import ServedModel
     from cb_rollout.server.sessions import Session
 
-# Longer than a start or a close takes; after it something is broken.
+# Longer than a start or a close takes; if it takes longer, something is broken.
 START_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 
@@ -37,11 +37,11 @@ POLL_SECONDS = 0.2
 # Time for responses that are being sent when the server is closed.
 GRACE_SECONDS = 2
 
-# Connections that may wait to be accepted, and that are accepted before any is looked at.
+# Maximum number of connections that wait to be accepted, and that asyncio accepts at a time.
 BACKLOG = 2048
 ACCEPT_BATCH = 16
 
-# Most connections where no number is set.
+# Maximum number of connections if the options set none.
 MAX_CONNECTIONS = 1024
 
 
@@ -55,8 +55,8 @@ def start_server(
     """Start a manager, and serve its model until the handle is closed.
 
     Args:
-        manager: samples.
-        tokenizer: the model's, or its processor.
+        manager: the manager that samples.
+        tokenizer: the model's tokenizer or processor.
         options: where and how to serve.
         trained: the model that weight updates write; None: `allow_weight_updates` is refused.
         sync_weights: a generator's method, called after each update; None: updates are refused.
@@ -85,7 +85,7 @@ def start_server(
         listening.close()
         raise
     finally:
-        # From here on the engine's thread computes, with a worker pool of its own.
+        # From here on the engine's thread computes, with a separate worker pool.
         release_workers()
 
 
@@ -97,7 +97,7 @@ class _Listener(socket.socket):
 
 
 def max_connections(options: ServerOptions) -> int:
-    """Return the maximum of connections; it may be at most half of the open-file limit."""
+    """Return the maximum number of connections, which is at most half of the open-file limit."""
     num_files = 1 << 20
     if sys.platform != "win32":
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -202,7 +202,7 @@ class ServerHandle(AbstractContextManager["ServerHandle"]):
         return self._thread.is_alive()
 
     def run(self, is_done: Callable[[], bool]) -> None:
-        """Serve until `is_done` or the server's end, stepping the engine on the calling thread.
+        """Serve until `is_done()` or the server's end, stepping the engine on the calling thread.
 
         On a CPU, stepping on a waiting thread is faster; see `EngineLoop.stepping`. `is_done` is
         called every `POLL_SECONDS`, between two steps.
@@ -221,7 +221,10 @@ class ServerHandle(AbstractContextManager["ServerHandle"]):
                 manager.loop.require_alive()
 
     def drain(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Refuse new requests, and wait up to `drain_seconds` for the running ones."""
+        """Refuse new requests, and wait for the running requests.
+
+        Waits up to `drain_seconds`, or until `is_enough` returns True.
+        """
         self.model.is_ending = True
         deadline = time.monotonic() + self.model.options.drain_seconds
         router = self.model.output_router

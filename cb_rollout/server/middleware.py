@@ -1,6 +1,6 @@
 """Access control in front of the application: connections, API key, body size and time limits.
 
-Owns the checks that need no parsing of a request, and makes them before any of it is parsed. Logs
+Owns the checks that need no parsing, and makes them before any part of a request is parsed. Logs
 nothing that a client sent. Called on the server's asyncio thread.
 """
 
@@ -24,48 +24,49 @@ from cb_rollout.server.options import (
 )
 from cb_rollout.server.protocol import ApiError, as_api_error
 
-# Load balancers ask without a key whether the engine runs, and Xinference's client whether it is to
-# send a key.
+# Without a key, load balancers ask whether the engine runs, and Xinference's client asks whether it
+# must send a key.
 OPEN_PATHS = {"/health", "/v1/cluster/auth"}
 
-# Without a key, these answer to the user of this process alone.
+# If the server has no key, these paths answer only the user of this process.
 WEIGHT_PATHS = {
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
     "/finish_weight_update", "/shutdown_weight_transfer_engine",
 }  # fmt: skip
 
-# Linux's lists of connections, each with its user, and the state of an open one.
+# Linux's lists of connections, which name the user of each connection, and the state of an open
+# connection.
 CONNECTION_LISTS = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 ESTABLISHED = "01"
 
 
-# Largest head of a request, twice what other servers take.
+# Largest head of a request: twice as much as other servers accept.
 MAX_HEAD_BYTES = 1 << 16
 
 
 class LimitedConnection(asyncio.Protocol):
-    """Limits of a connection's time, and of the number of connections; see `limited_connections`.
+    """Limit the time of a connection and the number of connections; see `limited_connections`.
 
-    uvicorn 0.54 waits without an end for the head of a connection's first request, for the rest of
+    uvicorn 0.54 waits without a limit for the head of a connection's first request, for the rest of
     a later head, and for a client that does not read.
     """
 
     most: int
     waiting_seconds: float
     busy_seconds: float
-    # Of uvicorn's class.
+    # Attributes of uvicorn's protocol class.
     loop: asyncio.AbstractEventLoop
     connections: set["LimitedConnection"]
     transport: asyncio.Transport
     cycle: Any
 
     waiting_since: float | None = None
-    """Since when no request runs; None: a request runs."""
+    """Time since which no request has been running; None while a request runs."""
     _timer: asyncio.TimerHandle | None = None
     _num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, and close another connection if there are too many."""
+        """Begin the time limit; close the connection that waited longest if there are too many."""
         super().connection_made(transport)
         self._begin_limit()
         if len(self.connections) > self.most:
@@ -86,9 +87,9 @@ class LimitedConnection(asyncio.Protocol):
         self._begin_limit()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request; while a request runs, close instead.
+        """Answer bytes that are not a request; while a request runs, close the connection instead.
 
-        uvicorn 0.54 sends a second answer, and logs a traceback where the first follows.
+        uvicorn 0.54 sends a second answer, and logs a traceback when the first answer follows.
         """
         if self._is_running():
             self.end()
@@ -120,11 +121,11 @@ class LimitedConnection(asyncio.Protocol):
 
 
 def limited_connections(protocol: type[Any], options: ServerOptions, most: int) -> type[Any]:
-    """Return a class of `uvicorn.protocols.http` with limits, and `most` connections at a time."""
+    """Return a class of `uvicorn.protocols.http` with limits; it allows `most` connections."""
     limits = {
         "most": most,
         "waiting_seconds": options.body_timeout_seconds,
-        # The middleware answers before, if the client takes the answer.
+        # The middleware answers earlier, if the client reads the answer.
         "busy_seconds": options.request_timeout_seconds + 3 * options.body_timeout_seconds,
     }
     return type("LimitedProtocol", (LimitedConnection, protocol), limits)
@@ -160,14 +161,14 @@ class AccessMiddleware:
         except ApiError as error:
             await _refusal(error)(scope, receive, send)
         except TimeoutError:
-            # If the answer has begun, the closed connection shows that it is not whole.
+            # If the answer has begun, the closed connection shows that the answer is incomplete.
             if not has_begun:
                 await _refusal(as_api_error(TimeoutError()))(scope, receive, send)
 
     def _require_access(self, scope: Scope) -> None:
         if self._key_digest is None:
-            # A web page can give its own name this machine's address (DNS rebinding).
-            # Of several names one could be checked here, and another be meant.
+            # A web page can point its own host name at this machine's address (DNS rebinding).
+            # Several Host headers are refused: the application might read another than this check.
             hosts = _values(scope, b"host")
             if len(hosts) != 1 or not is_loopback_authority(hosts[0]):
                 why = "without an API key this server answers to localhost and 127.0.0.1 only."
@@ -200,7 +201,7 @@ class AccessMiddleware:
         try:
             async with asyncio.timeout(seconds):
                 while has_more:
-                    # The message of a client that is gone has neither.
+                    # The message of a disconnected client has neither field.
                     message = await receive()
                     body += message.get("body", b"")
                     if len(body) > limit:
@@ -214,7 +215,10 @@ class AccessMiddleware:
 def is_own_user(
     scope: Scope, lists: Sequence[Path] = CONNECTION_LISTS, user: int | None = None
 ) -> bool:
-    """Return whether `lists` of connections show that `user` sent it; None: this process's."""
+    """Return whether `lists` of connections show that a request came from `user`.
+
+    `user` None: the user of this process.
+    """
     ports = [f"{address[1]:04X}" for address in (scope["client"], scope["server"]) if address]
     users = set()
     for path in lists:
@@ -224,13 +228,14 @@ def is_own_user(
                 is_its = [local.rpartition(":")[2], remote.rpartition(":")[2]] == ports
                 if is_its and state == ESTABLISHED:
                     users.add(int(fields[3]))
-    # Another user's connection between equal ports of other addresses cannot be told apart.
+    # A connection between the same ports of other addresses cannot be told apart; if it is another
+    # user's, the request is refused.
     expected = os.getuid() if user is None else user
     return users == {expected}
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that repeats the body, then goes on with the later messages."""
+    """Return a `receive` that repeats the body, then continues with the later messages."""
     whole = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def replay() -> Message:
@@ -252,7 +257,7 @@ def _text_headers(scope: Scope) -> dict[str, str]:
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:
-    """Return the values of each header of a name, without the white space around them."""
+    """Return the value of each header with a name, without the white space around it."""
     values = []
     for key, value in scope["headers"]:
         if key == name:

@@ -112,7 +112,7 @@ def is_loopback(host: str) -> bool:
         found = ipaddress.ip_address(address)
     except ValueError:
         return host.lower() == "localhost"
-    # A zone may be any text: "::1%evil.com" is an address too.
+    # The zone of an IPv6 address may be any text: "::1%evil.com" is an address too.
     may_have_brackets = found.version == 6 or not has_brackets
     return found.is_loopback and may_have_brackets and "%" not in address
 
@@ -120,8 +120,8 @@ def is_loopback(host: str) -> bool:
 def is_loopback_authority(authority: str) -> bool:
     """Return whether the `host[:port]` of a `Host` header is a loopback address.
 
-    Any other text around or between the two is refused, including a user name. A name may end with
-    the dot of the DNS root.
+    Any other text around or between host and port is refused, including a user name. A host name
+    may end with the dot of the DNS root.
     """
     match = _AUTHORITY.fullmatch(authority)
     if match is None:

@@ -1,8 +1,8 @@
 """Pass outputs from the engine's thread to the asyncio thread, and cancellations back.
 
-Only the newest state of each sequence is kept: a slow client delays no other, and a step costs the
-asyncio thread one wake-up. Sequences of a request that ends, for any reason, leave the engine.
-Clients' pauses wait for the engine on a thread of their own.
+Only the newest state of each sequence is kept: a slow client does not delay other clients, and a
+step costs the asyncio thread one wake-up. When a request ends, for any reason, its sequences leave
+the engine. Clients' pauses wait for the engine on a separate thread.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from cb_rollout.types import GenerationOutput, RequestStatus
 
 T = TypeVar("T")
 
-# Most names that are blocked at a time.
+# Maximum number of names that are blocked at a time.
 MAX_BLOCKED = 4096
 
 
@@ -68,11 +68,11 @@ class OutputRouter:
         self._schedule()
 
     def _schedule(self) -> None:
-        # The lock is released before the call: the other thread takes it at once.
+        # The lock is released before the call, because the asyncio thread takes it at once.
         with self._lock:
             is_scheduled = self._is_scheduled
             self._is_scheduled = True
-        # A closed asyncio loop raises, and has no reader left.
+        # A closed asyncio loop raises, and nothing reads its outputs any more.
         with suppress(RuntimeError):
             if not is_scheduled:
                 self._asyncio_loop.call_soon_threadsafe(self._deliver)
@@ -98,11 +98,11 @@ class OutputRouter:
                 submission.fail(error)
 
     def abort(self, client_ids: Collection[str] | None) -> int:
-        """End requests with these names (None: all) with their tokens so far; return the number."""
+        """End requests with these names (None: all), keeping their tokens; return how many."""
         named = None if client_ids is None else frozenset(client_ids)
         num_aborted = 0
         request_ids: list[str] = []
-        # Each once: a submission stands under each of its sequences.
+        # Visit each submission once, although it is stored under each of its sequences.
         for submission in dict.fromkeys(self._submissions.values()):
             if named is None or submission.client_id in named:
                 submission.is_aborted = True
@@ -123,7 +123,7 @@ class OutputRouter:
 
 
 class Submission(AbstractContextManager["Submission"]):
-    """The sequences of a request; leaving it cancels those that have not ended."""
+    """The sequences of a request; leaving the context cancels those that have not ended."""
 
     def __init__(
         self,
@@ -133,21 +133,21 @@ class Submission(AbstractContextManager["Submission"]):
         client_id: str | None,
         session: Session | None,
     ) -> None:
-        """Take the sequences of a request, which the caller queues.
+        """Take the sequences of a request; the caller queues them.
 
         Args:
-            router: cancels the sequences that are left.
+            router: the router that cancels the sequences that have not ended.
             requests: the sequences, in the order of the response's choices.
             deadline: time of the asyncio loop at which `updates` gives up, in seconds.
-            client_id: the client's name of the request; None: it gave none.
-            session: records the outputs; None: they are not recorded.
+            client_id: the client's name for the request; None: the client gave no name.
+            session: the session that records the outputs; None: they are not recorded.
         """
         self._router = router
         self._deadline = deadline
         self.client_id = client_id
         self._session = session
         self.is_aborted = False
-        """True once a client ended it early, to be answered with the tokens that it has."""
+        """True once a client aborted the request, which is then answered with its tokens so far."""
         self._requests = requests
         self.unfinished = {request.request_id: index for index, request in enumerate(requests)}
         self._newest: dict[int, GenerationOutput] = {}
@@ -156,7 +156,7 @@ class Submission(AbstractContextManager["Submission"]):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Return the number of prompt tokens, of all sequences, that were in the cache."""
+        """Return how many prompt tokens of all sequences were in the cache."""
         return sum(request.num_cached_tokens for request in self._requests)
 
     def put(self, output: GenerationOutput) -> None:
@@ -175,8 +175,9 @@ class Submission(AbstractContextManager["Submission"]):
     async def updates(self) -> AsyncIterator[tuple[int, GenerationOutput]]:
         """Yield each sequence's newest state with its index, until all sequences have ended.
 
-        Raises `ApiError` for a sequence that failed, or was cancelled and not aborted by a client;
-        `EngineDeadError`; `TimeoutError` for sequences that took longer than allowed.
+        Raises `ApiError` for a sequence that failed, or that was cancelled without a client's
+        abort; `EngineDeadError` if the engine stopped; `TimeoutError` for sequences that took
+        longer than allowed.
         """
         while self.unfinished or self._newest:
             async with asyncio.timeout_at(self._deadline):
@@ -199,7 +200,7 @@ class Submission(AbstractContextManager["Submission"]):
 
 
 class EngineControl:
-    """Clients' control of an engine."""
+    """Let clients pause and resume an engine, abort requests, and block request names."""
 
     def __init__(self, manager: ContinuousBatchingManager, router: OutputRouter) -> None:
         self._manager = manager
@@ -207,7 +208,7 @@ class EngineControl:
         self._thread = ThreadPoolExecutor(1, "cb_rollout-control")
         self._has_ended = False
         self._blocked: dict[str, float] = {}
-        """Names whose requests are aborted as they come, until a time of the asyncio loop."""
+        """Names whose requests are aborted on arrival, each until a time of the asyncio loop."""
 
     def stop(self) -> None:
         """End the thread and any client's pause, so that the engine can run without the server."""
@@ -260,6 +261,6 @@ class EngineControl:
 
 
 async def on_thread(thread: ThreadPoolExecutor, call: Callable[..., T], *arguments: Any) -> T:
-    """Run a call on another thread than the asyncio loop's, in the caller's context."""
+    """Run a call on `thread` instead of the asyncio loop's thread, in the caller's context."""
     run = partial(contextvars.copy_context().run, call, *arguments)
     return await asyncio.get_running_loop().run_in_executor(thread, run)

@@ -1,6 +1,6 @@
 """Encode prompts and chats as token ids; a conversation's next turn reuses its earlier tokens.
 
-A chat that comes back as text may be tokenized differently than it was sampled. So the encoder
+A chat that comes back as text may be tokenized into other tokens than were sampled. So the encoder
 stores the tokens of each answered text chat under its rendered text: a chat that begins with that
 text begins with the same tokens, and finds their keys in the prefix cache.
 
@@ -31,8 +31,8 @@ from cb_rollout.errors import InvalidRequestError, error_text
 from cb_rollout.server.options import ServerOptions
 from cb_rollout.server.protocol import ApiError
 
-# Limits over all conversations, about 10 MB and a millisecond to search. The least recently used
-# are dropped first.
+# Limits over all conversations: about 10 MB, and a millisecond to search. The least recently used
+# conversations are dropped first.
 MAX_KNOWN_TOKENS = 1 << 20
 MAX_KNOWN = 1 << 12
 
@@ -49,7 +49,7 @@ class EncodedChat:
     text: str
     """Rendered by the template."""
     prompt: list[int] | ImagePrompt
-    """The prompt of its request: token ids, with images where there are some."""
+    """The prompt of its request: token ids, with images if there are any."""
 
     @property
     def token_ids(self) -> list[int]:
@@ -100,7 +100,7 @@ class PromptEncoder:
     ) -> EncodedChat:
         """Apply the model's chat template, with the generation prompt at the end.
 
-        Raises `ApiError` for a picture, `InvalidRequestError` for a chat that is refused.
+        Raises `ApiError` for a refused picture, and `InvalidRequestError` for a refused chat.
         """
         template = getattr(self._templates, "chat_template", None)
         if template is None:
@@ -111,7 +111,7 @@ class PromptEncoder:
         if has_image_parts(messages):
             self._require_readable(messages)
             messages, pictures = _with_pictures(messages, self._options)
-        # A template that mentions no pictures may write the text of content as it is.
+        # A template that mentions no images may write content as it is, which must then be text.
         in_parts = self._takes_images and "image" in str(template)
         chat = [_for_template(message, in_parts) for message in messages]
         try:
@@ -127,7 +127,7 @@ class PromptEncoder:
         return EncodedChat(text, self._continued(text))
 
     def _require_readable(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Refuse pictures without a processor, and text that it would read as a picture."""
+        """Refuse pictures if there is no processor, and text that stands for a picture."""
         if not self._takes_images:
             raise InvalidRequestError(
                 "the model reads no pictures, or is served without its processor; send text."
@@ -179,7 +179,7 @@ class PromptEncoder:
             token_ids += known.end_ids
             num_characters += len(known.end_text)
         token_ids += self._encode_part(text[num_characters:])
-        # Some tokenizers normalise a text differently in two parts; then only the whole is right.
+        # Some tokenizers normalise a split text differently; then only the whole text is right.
         if self._decode(token_ids) != self._decode(plain):
             return plain
         return token_ids
@@ -226,7 +226,7 @@ def _with_pictures(
 
 
 def _picture(url: str, options: ServerOptions) -> Any:
-    """Return a data URL's first frame, turned and in RGB; `ValueError`: none, or too large."""
+    """Return a data URL's first frame, upright and in RGB; `ValueError` if missing or too large."""
     from PIL import Image
     from transformers.image_utils import load_image
 

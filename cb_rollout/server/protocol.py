@@ -1,7 +1,7 @@
-"""Bodies of requests, with OpenAI's and vLLM's names, and of errors.
+"""Define the bodies of requests, with OpenAI's and vLLM's field names, and of errors.
 
-A field that is not listed is refused; one without effect is listed with the reason. A body is not
-read past its first faults: pydantic takes seconds and gigabytes to report each.
+A field that is not listed is refused; a field without effect is listed with the reason. A body is
+not read past its first faults, because pydantic takes seconds and gigabytes to report every fault.
 """
 
 import re
@@ -27,16 +27,16 @@ T = TypeVar("T")
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 
-# Most faults that the answer to an invalid body lists.
+# Maximum number of faults that the answer to an invalid body lists.
 MAX_FAULTS = 3
 
-# Most tokens of which a place of a prompt is answered with log-probabilities: a teacher's top-k.
+# Maximum number of likely tokens to report at each position of a prompt: a teacher's top-k.
 MAX_PROMPT_LOGPROBS = 128
 
-# Most names in one `/abort_requests`.
+# Maximum number of names in one `/abort_requests`.
 MAX_REQUEST_IDS = 65_536
 
-# Of errors, by status.
+# Types of errors, by HTTP status.
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -55,12 +55,12 @@ RETRY_AFTER_SECONDS = 1
 
 RequestId = Annotated[str, Field(min_length=1, max_length=256)]
 
-# A list of which nothing is read after the first item at fault.
+# A list that is not read past its first invalid item.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Strict(BaseModel):
-    """A body that refuses unknown fields, and numbers in text."""
+    """A body that refuses unknown fields, and numbers that are sent as text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -87,7 +87,7 @@ def _by_token(biases: dict[str, Any]) -> dict[int, float]:
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError(f"{bias!r:.100} is not a number in [-100, 100]")
     try:
-        # Two spellings of one number would be one token with two biases.
+        # Two spellings of one number would give one token two biases.
         return {whole_number(token): bias for token, bias in biases.items()}
     except ValueError as error:
         raise ValueError(f"a key is not a token id: {error}") from None
@@ -96,13 +96,13 @@ def _by_token(biases: dict[str, Any]) -> dict[int, float]:
 def require_allowed(
     refused: Mapping[str, tuple[Any, str]], value: Any, info: ValidationInfo
 ) -> Any:
-    """Return the value of a field that has one effect only, or raise `ValueError`.
+    """Return a field's value if it is allowed, or raise `ValueError` with the reason.
 
     Args:
-        refused: by field, the value that it may have beside None, or several in a tuple, and the
-            reason why no other.
+        refused: by field, the value that it may have besides None, or several values in a tuple;
+            and the reason why other values are refused.
         value: the field's value.
-        info: pydantic's, with the field's name.
+        info: pydantic's validation info, which has the field's name.
     """
     assert info.field_name is not None
     allowed, reason = refused[info.field_name]
@@ -158,7 +158,7 @@ class _TextRequest(Sampling):
     return_tokens_as_token_ids: bool = False
     """Write the tokens of log-probabilities as `token_id:7`, not as text."""
     request_id: RequestId | None = None
-    """The client's own name of the request, for `/abort_requests`; requests may share a name."""
+    """The client's own name for the request, for `/abort_requests`; requests may share a name."""
     user: str | None = None
     """Accepted and not used."""
 
@@ -170,8 +170,8 @@ class CompletionRequest(_TextRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_PROMPT_LOGPROBS)] | None = None
-    """vLLM's: respond with log-probabilities of the prompt's tokens, and of this many likely
-    ones."""
+    """vLLM's field: respond with log-probabilities of the prompt's tokens, and of this many likely
+    tokens at each position."""
 
 
 class TextPart(Strict):
@@ -298,7 +298,7 @@ class TokenSampling(Sampling):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # An answer that is not a stream has all tokens.
+    # Only streams differ: an answer that is not a stream has all tokens.
     output_kind: Literal[0, 1, 2] | None = None
     # Keys of an older policy version are never matched.
     cache_salt: Annotated[str, Field(max_length=1024)] | None = None
@@ -335,20 +335,20 @@ class AbortRequest(Strict):
     """Body of `/abort_requests`."""
 
     request_ids: Annotated[Items[RequestId], Field(max_length=MAX_REQUEST_IDS)] | None = None
-    """The clients' own names; none: every request."""
+    """The names that clients gave their requests; None: every request."""
 
 
 class InitInfo(Strict):
     """The address of a trainer's group; without an address, weights come from files."""
 
     backend: Literal["gloo", "nccl"] = "nccl"
-    """vLLM's clients name none, and mean NCCL."""
+    """vLLM's clients send no backend, and mean NCCL."""
     master_address: Annotated[str, Field(max_length=255)] | None = None
     master_port: Annotated[int, Field(ge=1, lt=1 << 16)] | None = None
     rank_offset: Annotated[int, Field(ge=1, lt=1 << 16)] = 1
     world_size: Annotated[int, Field(ge=2, le=1 << 16)] = 2
     packed: bool = False
-    """Refused if True: a broadcast has one tensor."""
+    """Refused if True: each broadcast carries one tensor."""
 
 
 class InitRequest(Strict):
@@ -361,7 +361,7 @@ class StartRequest(Strict):
     """Body of `/start_weight_update`."""
 
     partial: bool = False
-    """Tensors that are not sent keep their values; False: all must be sent."""
+    """True: tensors that are not sent keep their values; False: all tensors must be sent."""
     is_checkpoint_format: Literal[True] = True
 
 

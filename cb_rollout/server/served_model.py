@@ -66,14 +66,15 @@ class ServedModel:
         """Prepare to serve a manager's model.
 
         Args:
-            manager: samples.
-            tokenizer: the model's, or its processor.
-            options: those of `start_server`.
-            trained: the model whose weights updates write, maybe wrapped; None: there is none.
-            sync_weights: begins a policy version with them; None: there is none.
+            manager: the manager that samples.
+            tokenizer: the model's tokenizer or processor.
+            options: the options of `start_server`.
+            trained: the model that weight updates write, maybe wrapped; None: there is no such
+                model.
+            sync_weights: begins a policy version with the new weights; None: it is not available.
 
         Raises:
-            ConfigurationError: weight updates are allowed, and the model takes none.
+            ConfigurationError: weight updates are allowed, but the model cannot take them.
         """
         self.manager = manager
         self.options = options
@@ -177,7 +178,7 @@ class ServedModel:
 
         Args:
             body: the request's body, or its part with the sampling parameters.
-            model: the request's `model`, which is known.
+            model: the request's `model`, which `require_known` has accepted.
         """
         asks_logprobs = body.logprobs is not None and body.logprobs is not False
         if asks_logprobs and not self.manager.config.return_logprobs:
@@ -188,9 +189,9 @@ class ServedModel:
             if value is not None:
                 fields[name] = value
         if fields.get("top_k") == -1:
-            # vLLM's other word for no truncation.
+            # vLLM also writes -1 for no truncation.
             fields["top_k"] = 0
-        # OpenAI's clients ask for greedy decoding with temperature 0 only.
+        # For OpenAI's clients, temperature 0 is the only way to ask for greedy decoding.
         fields["do_sample"] = True
         if body.min_tokens is not None:
             fields["min_new_tokens"] = body.min_tokens
@@ -232,7 +233,7 @@ class ServedModel:
         return await self._compiled(partial(XGrammar.from_tool_calls, parameters), "tools")
 
     async def _compiled(self, compile_it: Callable[..., XGrammar], param: str) -> XGrammar:
-        """Compile a grammar on its thread; 400: it cannot be compiled, or xgrammar is missing."""
+        """Compile a grammar on its thread; raise 400 if that fails or xgrammar is missing."""
         vocab_size = self.manager.limits.vocab_size()
         try:
             return await on_thread(self._grammar_thread, compile_it, self._compiling, vocab_size)
@@ -259,19 +260,19 @@ class ServedModel:
         client_id: str | None,
         session_id: str | None,
     ) -> Submission:
-        """Queue sequences of prompts, those of a prompt adjacent.
+        """Queue the sequences of prompts; sequences of the same prompt are adjacent.
 
         Args:
-            prompts: token ids, with images where there are some.
-            params: sampling parameters of all.
-            n: sequences of each prompt.
+            prompts: token ids, with images if there are any.
+            params: sampling parameters of all sequences.
+            n: number of sequences per prompt.
             is_streaming: True: unfinished sequences are delivered too, after each step.
             client_id: the client's name for the request; None: it has no name.
             session_id: name of the session that records the outputs; None: they are not recorded.
 
         Raises:
             ApiError: the request exceeds a limit of the server, or there is no such session.
-            RolloutError: the engine refuses.
+            RolloutError: the engine refuses the request.
         """
         self.require_ready()
         self.require_few(len(prompts), n)
@@ -283,7 +284,8 @@ class ServedModel:
         create = partial(self.manager.create_requests, members=range(n), is_streaming=is_streaming)
         each = [params] * len(prompts)
         if any(map(_has_images, prompts)) or params.adapter is not None:
-            # The first pictures, and the first sequence of an adapter, run a forward.
+            # Creating requests runs a forward for the first pictures, and for an adapter's first
+            # sequence.
             try:
                 requests = await on_thread(self._encoder_thread, create, prompts, each)
             except ConfigurationError as error:
@@ -319,7 +321,7 @@ def _require_short_schema(text: str, param: str) -> None:
 
 
 def _group_of(request: Request) -> int:
-    """Return a number of the prompt and adapter, below those of the input processor.
+    """Return a group number from prompt and adapter, below all numbers of the input processor.
 
     Equal prompts that wait together are prefilled once, even from different clients.
     """

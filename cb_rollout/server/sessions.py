@@ -1,7 +1,7 @@
 """Keep the exact tokens of agents' sessions, for training on them.
 
 An agent gets an OpenAI base URL for each session. Every answered call is a turn of its trajectory;
-calls that rewrite the history are branches. Used by the server's and by the training thread.
+calls that rewrite the history are branches. Used by the server's thread and the training thread.
 """
 
 import threading
@@ -26,7 +26,7 @@ class Session:
     """For the agent's OpenAI client."""
     trajectory: Trajectory = field(default_factory=Trajectory)
     outputs: list[GenerationOutput] = field(default_factory=list)
-    """The answered calls, in the order of their ends."""
+    """The answered calls, in the order in which they ended."""
     reward: float | None = None
     """None: the session has not ended."""
     _ended: threading.Event = field(default_factory=threading.Event)
@@ -40,13 +40,13 @@ class Session:
             )
 
     def end(self, reward: float) -> None:
-        """End the session with its reward, once; calls that are answered later are not recorded."""
+        """End the session with its first reward; calls that are answered later are not recorded."""
         if not self._ended.is_set():
             self.reward = float(reward)
             self._ended.set()
 
     def wait(self, timeout_seconds: float) -> float:
-        """Wait for the reward, which another thread or a client gives, or raise `RolloutError`."""
+        """Wait for the reward, which another thread or a client sets, or raise `RolloutError`."""
         if not self._ended.wait(timeout_seconds):
             raise RolloutError(
                 f"session {self.id} got no reward in {timeout_seconds:g} s; return it from the "

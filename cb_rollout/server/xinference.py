@@ -1,7 +1,7 @@
 """Launches of Xinference's protocol: names that clients give the one model of the server.
 
 Owns those names, and the checks of a launch. A launch loads nothing: it names the checkpoint that
-the server runs already, and any other is refused. Used on the server's asyncio thread.
+the server already runs; any other checkpoint is refused. Used on the server's asyncio thread.
 """
 
 import os
@@ -13,13 +13,13 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cb_rollout.server.protocol import ApiError, Strict, require_allowed
 
-# A client that launches and terminates nothing must not fill the memory.
+# A client that launches again and again without terminating must not fill the memory.
 MAX_LAUNCHES = 256
 
-# Xinference's status where it has no room for another model; 403 is that of a missing right.
+# Xinference's status when it has no room for another model; 403 means a missing permission.
 CANNOT_LAUNCH = 503
 
-# Longest that an aborted request's id stays blocked.
+# Longest time, in seconds, for which an aborted request's id stays blocked.
 MAX_BLOCK_SECONDS = 3600
 
 Uid = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,256}$")]
@@ -27,7 +27,7 @@ Uid = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,256}$")]
 _DEVICE = "the server chose its device; start it with --device"
 _NO_ENVIRONMENT = "a launch starts no process; set it where the server starts"
 
-# By field of a launch: the values that it may have beside null, and why no other.
+# By field of a launch: the value that it may have besides null, and why it may have no other.
 REFUSED: dict[str, tuple[Any, str]] = {
     "model_type": ("LLM", "this server has a causal language model"),
     "model_format": ("pytorch", "this server reads transformers' checkpoints"),
@@ -57,7 +57,7 @@ class LaunchRequest(Strict):
     model_engine: str | None = None
     max_num_seqs: int | None = None
     model_size_in_billions: int | str | None = None
-    """Accepted and not used: the checkpoint has its size."""
+    """Accepted and not used: the checkpoint determines the size."""
 
     model_type: Any = None
     model_format: Any = None
@@ -90,7 +90,7 @@ class LaunchRequest(Strict):
 
 
 class BlockRequest(Strict):
-    """Body of an abort: how many seconds later requests of this id are aborted too."""
+    """Body of an abort: for how many seconds new requests with this id are aborted too."""
 
     block_duration: Annotated[int, Field(ge=0, le=MAX_BLOCK_SECONDS)] = 30
 
@@ -119,7 +119,7 @@ class Launches:
         return [self._own_name, *sorted(self._launched - {self._own_name})]
 
     def launch(self, body: LaunchRequest) -> str:
-        """Return the name of a launch; `ApiError`: it asks for what does not run here."""
+        """Return the name of a launch; `ApiError` if it asks for a model that does not run here."""
         if not self._is_own(body):
             runs = self._checkpoint or self._own_name
             raise ApiError(
@@ -153,7 +153,7 @@ class Launches:
     def _is_own(self, body: LaunchRequest) -> bool:
         if body.model_path is None:
             return body.model_name in (self._own_name, self._checkpoint)
-        # Compared as text: a client's path is never looked up.
+        # Paths are compared as text: a client's path is never looked up.
         return body.model_path in self._paths or os.path.abspath(body.model_path) in self._paths
 
     def _free_name(self, body: LaunchRequest) -> str:

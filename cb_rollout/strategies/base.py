@@ -40,7 +40,7 @@ class Group:
         return max(self.rewards) > min(self.rewards)
 
     def token_staleness(self, policy_version: int) -> list[int]:
-        """Return each token's age in versions before `policy_version`, in order."""
+        """Return each token's age, as the number of versions up to `policy_version`, in order."""
         ages: list[int] = []
         for output in self.outputs:
             for version, num_tokens in output.policy_versions:
@@ -115,7 +115,7 @@ class DynamicSampling(Strategy):
 class OverSampling(Strategy):
     """Submits more groups than needed, keeps the first complete ones and cancels the others.
 
-    The more extra groups, the stronger the bias of the kept ones towards short completions.
+    More extra groups bias the kept groups more strongly towards short completions.
     """
 
     num_extra_groups: int = 4
@@ -154,8 +154,8 @@ class Retrying(Strategy):
 
     A completion fails if its generation fails, if the reward raises, or if the reward is None or
     NaN. It is retried up to `max_retries` times. A group with at least `min_group_size` scored
-    completions is then kept with these. Any other group is replaced, at most `max_dropped_groups`
-    in one step; after that, the last failure is raised.
+    completions is then kept, with only these. Any other group is replaced, at most
+    `max_dropped_groups` in one step; after that, the last failure is raised.
     """
 
     max_retries: int = 2

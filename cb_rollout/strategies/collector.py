@@ -34,8 +34,8 @@ from cb_rollout.types import GenerationOutput, RequestStatus
 STATE_FORMAT = 1
 
 Reward = Callable[[Any, list[GenerationOutput]], Sequence[float | None]]
-"""Called with a prompt as the source gave it, and some of its completions; gives a number for each,
-or None for one that cannot be scored."""
+"""Called with a prompt as the source gave it, and some of its completions; returns a number for
+each completion, or None if it cannot be scored."""
 
 
 class GroupCollector:
@@ -59,12 +59,12 @@ class GroupCollector:
                 for the reward. May be endless; each is taken when it is submitted.
             reward: see `Reward`.
             strategy: None: `Plain()`.
-            num_generations: completions of a group.
+            num_generations: completions per group.
             runs_while_training: continue carried groups between two calls of `collect`. False: the
                 engine sleeps between calls, as it must if it runs the training module.
 
         Raises:
-            ConfigurationError: `num_generations` does not fit the strategy; a wrong type.
+            ConfigurationError: `num_generations` does not fit the strategy, or a type is wrong.
         """
         self.strategy = strategy or Plain()
         _require_kinds(prompts, reward, self.strategy)
@@ -105,7 +105,7 @@ class GroupCollector:
 
         Raises:
             IncompleteRolloutError: a completion failed and the strategy allows no more tries.
-            RolloutError: a group could not be scored, and no more may be replaced.
+            RolloutError: a group could not be scored, and no more groups may be replaced.
             Exception: the reward's own exception, if the strategy does not retry.
         """
         if num_groups < 1:
@@ -141,7 +141,7 @@ class GroupCollector:
         position in the source yourself; the generator's state has the random state.
 
         Raises:
-            RolloutError: a pool samples, or an unfinished sequence is sampled under a grammar.
+            RolloutError: an unfinished sequence is sampled under a grammar, or by a pool.
         """
         return {
             "format": STATE_FORMAT,
@@ -163,7 +163,7 @@ class GroupCollector:
         Raises:
             InvalidRequestError: the state is from another version of cb_rollout, or another
                 strategy.
-            RolloutError: groups are in flight, or a pool samples.
+            RolloutError: groups are in flight, or sequences are sampled by a pool.
         """
         obstacle = self.obstacle_to(state)
         if obstacle is not None:
@@ -318,7 +318,7 @@ class GroupCollector:
     def _rewards(
         self, prompt: Any, outputs: Sequence[GenerationOutput]
     ) -> tuple[dict[str, float], Exception | None]:
-        """Return rewards by request id, after up to `max_retries`, and the last exception."""
+        """Return rewards by request id, after up to `max_retries` retries, and the last error."""
         rewards: dict[str, float] = {}
         cause: Exception | None = None
         missing = list(outputs)
@@ -342,7 +342,7 @@ class GroupCollector:
         return rewards, cause
 
     def _renew_stale(self) -> None:
-        """Restart groups that are too old, carried or kept since a call that raised."""
+        """Restart groups that are too old: carried groups, and those kept by a call that raised."""
         if self.strategy.max_staleness is None:
             return
         oldest = self._sampler.policy_version - self.strategy.max_staleness

@@ -21,7 +21,7 @@ End = Literal["kept", "dropped", "cancelled", "failed"]
 
 @dataclass(slots=True)
 class CompletionStats:
-    """Counts of completions; `submitted` is the sum of the next four and those in flight."""
+    """Counts of completions; `submitted` is the sum of the next four and of those in flight."""
 
     submitted: int = 0
     kept: int = 0
@@ -170,7 +170,7 @@ class GroupsInFlight:
         self._backlog.extend(restored_output(saved, num_versions) for saved in state["backlog"])
 
     def next_output(self) -> tuple[PendingGroup, GenerationOutput]:
-        """Wait for the next sequence to end; it is no longer pending."""
+        """Wait for the next sequence to end, and stop counting it as pending."""
         if not self._backlog:
             self._sampler.wait()
         output = self._next()

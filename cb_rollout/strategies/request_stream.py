@@ -24,10 +24,10 @@ class RequestStream:
         sampling_params: SamplingParams | None = None,
         max_new_tokens: int | None = None,
     ) -> None:
-        """Sample with a `RolloutGenerator` or a `PooledGenerator`; its parameters are defaults."""
+        """Sample with a `RolloutGenerator` or `PooledGenerator`, whose parameters are defaults."""
         self._generator = generator
         self._manager = generator.manager
-        # Refuses what is no parameter.
+        # Called only to refuse invalid parameters.
         resolved(sampling_params, self._manager.defaults, max_new_tokens)
         self._sampling_params = sampling_params
         self._max_new_tokens = max_new_tokens
@@ -54,7 +54,7 @@ class RequestStream:
         return [request.request_id for request in requests]
 
     def wait(self) -> None:
-        """Wait as `take` does, without taking; a subclass may let other threads act meanwhile."""
+        """Do nothing: `take` waits. A subclass may wait here, and let other threads act."""
 
     def take(self) -> GenerationOutput:
         """Wait for the next sequence to end; raises if the engine is paused or stopped."""
@@ -69,7 +69,7 @@ class RequestStream:
     def stepping(self) -> Iterator[None]:
         """Step the engine in this thread, and only while `take` waits.
 
-        So the samples do not depend on other threads. It has no effect on a pool.
+        Samples then do not depend on other threads. Has no effect on a pool.
         """
         if not self.has_own_engine:
             yield
@@ -94,7 +94,7 @@ class RequestStream:
         """Continue the sequences of a `state_dict`; add `num_versions` to their versions.
 
         Raises:
-            RolloutError: a pool samples.
+            RolloutError: the sequences are sampled by a pool.
         """
         self._require_own_engine()
         self._manager.start()

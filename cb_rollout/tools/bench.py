@@ -1,8 +1,8 @@
 """Time a rollout of a model, compared with transformers' continuous batching and `generate`.
 
-Contenders take turns, so that a slow spell of the machine meets all of them. Each is a context
-manager around what runs a workload. A checkout's `scripts/bench.py` has more workloads and peers.
-In a tensor's name B is rows and T tokens, padding included.
+Contenders take turns, so that a slow spell of the machine affects all of them. Each is a context
+manager that yields a function, which runs a workload. A checkout's `scripts/bench.py` has more
+workloads and peers. In a tensor's name B is rows and T tokens, padding included.
 """
 
 import math
@@ -25,19 +25,19 @@ from cb_rollout.rollout.generator import RolloutGenerator
 
 SEED = 0
 
-# The best for `generate` on a CPU: a larger batch waits longer for its longest sequence.
+# The best batch size for `generate` on a CPU: a larger batch waits longer for its longest sequence.
 BATCH_SIZE = 64
 
-# Of transformers' manager: most of a page of its default size, 256, would be empty.
+# For transformers' manager: most of a page of its default size, 256 tokens, would be empty.
 PAGE_SIZE = 32
 
-# The manager's own checks need room beyond a few tiny requests.
+# The manager's own checks need more room than a few tiny requests do.
 MIN_PAGES = 1024
 
-# As many as in a batch of cb_rollout on a CPU.
+# As many tokens as in a batch of cb_rollout on a CPU.
 MAX_BATCH_TOKENS = 1024
 
-# Arguments of `AutoConfig.for_model`. The larger one is Qwen3-0.6B.
+# Arguments of `AutoConfig.for_model`. The larger shape is that of Qwen3-0.6B.
 SMALL_SHAPE: dict[str, Any] = {
     "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
@@ -62,14 +62,14 @@ class Workload(NamedTuple):
         return sum(self.lengths)
 
 
-# Runs a workload, or a part of the one that the contender was made for.
+# Runs the workload that the contender was made for, or a part of it.
 Run = Callable[[Workload], None]
 
 
 def random_prompts(
     draws: random.Random, count: int, tokens: tuple[int, int], vocab_size: int
 ) -> list[list[int]]:
-    """Return prompts of random ids, with lengths uniform between the two of `tokens`."""
+    """Return prompts of random ids; lengths are uniform between the two numbers of `tokens`."""
     shortest, longest = tokens
     prompts: list[list[int]] = []
     for _ in range(count):
@@ -93,10 +93,10 @@ def long_tailed(
     longest: int,
     num_completions: int = 8,
 ) -> Workload:
-    """Create groups of completions with long-tailed lengths, as in a rollout of training.
+    """Create groups of completions with long-tailed lengths, as in a training rollout.
 
     Args:
-        vocab_size: the model's; prompts are random token ids below it.
+        vocab_size: size of the model's vocabulary; prompts are random token ids below it.
         num_prompts: number of groups.
         prompt_tokens: length of the shortest and of the longest prompt.
         log_mean: mean of the logarithm of a completion's length.
@@ -120,7 +120,7 @@ def ours(
     syncs_weights: bool = True,
     **settings: Any,
 ) -> Iterator[Run]:
-    """Run by this package, with `settings` of `RolloutConfig` besides the seed."""
+    """Run workloads with this package; `settings` are fields of `RolloutConfig` but the seed."""
     params = SamplingParams(ignore_eos=True, temperature=temperature)
 
     def run(workload: Workload) -> None:
@@ -133,14 +133,14 @@ def ours(
             generator.sync_weights()
 
     with RolloutGenerator(model, RolloutConfig(seed=SEED, **settings)) as generator:
-        # Some workloads have too few steps for the warm-up run to make the trace.
+        # In some workloads, the warm-up run has too few steps to make the trace.
         generator.manager.warmup()
         yield run
 
 
 @contextmanager
 def transformers_batching(model: Any, workload: Workload, **settings: Any) -> Iterator[Run]:
-    """Run by a persistent manager of transformers' continuous batching, with log-probabilities."""
+    """Run workloads with log-probabilities, on transformers' persistent batching manager."""
     model.destroy_cached_continuous_batching_manager()
     attention = model.config._attn_implementation
     prompts_and_lengths = zip(workload.prompts, workload.lengths, strict=True)
@@ -181,7 +181,7 @@ def batching_fields(sequence_tokens: list[int], device: str) -> dict[str, Any]:
     `sequence_tokens` are the lengths of the sequences at their ends, prompts included.
     """
     fields: dict[str, Any] = {"page_size": PAGE_SIZE}
-    # Clearing the tensors of the sizes that transformers infers from a CPU's memory takes seconds.
+    # transformers infers sizes from a CPU's memory, and clearing tensors that large takes seconds.
     if device == "cpu":
         num_pages = sum(math.ceil(tokens / PAGE_SIZE) for tokens in sequence_tokens)
         fields["num_blocks"] = max(MIN_PAGES, num_pages)
@@ -191,7 +191,10 @@ def batching_fields(sequence_tokens: list[int], device: str) -> dict[str, Any]:
 
 @contextmanager
 def generate(model: Any, _: Workload, *, batch_size: int) -> Iterator[Run]:
-    """Run by `model.generate` on left-padded batches; a batch ends with its longest sequence."""
+    """Run workloads with `model.generate`, in left-padded batches.
+
+    A batch ends with its longest sequence.
+    """
 
     def run(workload: Workload) -> None:
         for start in range(0, len(workload.prompts), batch_size):
@@ -260,9 +263,10 @@ def create_model(shape: dict[str, Any], device: str, **overrides: Any) -> Any:
 def turns(
     name: str | None, device: str, repetitions: int, batch_size: int = BATCH_SIZE
 ) -> Iterator[tuple[str, float]]:
-    """Yield a contender and its tokens per second, for each of its turns.
+    """Yield the contender of each turn, and its tokens per second.
 
-    `name` is a checkpoint; None: random weights. ConfigurationError: no such checkpoint or device.
+    `name` is a checkpoint; None: random weights. Raises ConfigurationError if there is no such
+    checkpoint or device.
     """
     target = torch_device(device)
     is_cpu = target.type == "cpu"
@@ -280,7 +284,7 @@ def turns(
         workload = long_tailed(
             vocab_size, num_prompts=16, prompt_tokens=(256, 512), log_mean=5.5, longest=1536
         )
-    # A rollout of a model of real size takes minutes on a CPU.
+    # Warm up with a part of the workload: a whole rollout of a real model takes minutes on a CPU.
     warm_up = Workload(workload.prompts[:8], workload.lengths[:8])
     contenders: dict[str, Any] = {
         "cb_rollout": ours,
@@ -289,7 +293,7 @@ def turns(
     }
     for _ in range(repetitions):
         for row, contender in contenders.items():
-            # Made for each turn: transformers' manager changes the model's attention.
+            # Made anew for each turn, because transformers' manager changes the model's attention.
             with contender(model, workload) as run:
                 run(warm_up)
                 yield row, workload.num_tokens / timed(partial(run, workload))

@@ -54,8 +54,8 @@ KERNELS = ("flash_attn", "kernels", "triton", "torch.nn.attention.varlen")
 # The packages of each extra.
 EXTRAS = {"server": ("fastapi", "uvicorn"), "grammar": ("xgrammar",), "ray": ("ray",)}
 
-# Prompt lengths, in tokens: one below the block size and one above the probe's, so that rows are
-# padded.
+# Prompt lengths, in tokens: both below the block size, and the second above the probe's. They
+# differ, so that rows are padded.
 PROMPT_TOKENS = (3, 17)
 NEW_TOKENS = 8
 SEQUENCES_EACH = 2
@@ -63,15 +63,15 @@ SEQUENCES_EACH = 2
 # Width and height of the picture, in pixels.
 PICTURE = (64, 48)
 
-# Of a GPU that is not here: what its driver and libraries take, assumed.
+# GiB that the driver and libraries are assumed to take on a GPU that is not here.
 DRIVER_GIB = 2
 
-# Numbers that a layer saves of each token for its backward pass, as multiples of the hidden size
+# Numbers that a layer saves for each token for its backward pass, as multiples of the hidden size
 # (inputs of norms and products, queries, keys and values) and of the intermediate size (the MLP's).
 SAVED_HIDDEN = 14
 SAVED_INTERMEDIATE = 4
 
-# An MLP of this many hidden sizes is assumed where the config names no intermediate size.
+# An MLP of this many hidden sizes is assumed if the config names no intermediate size.
 USUAL_INTERMEDIATE = 4
 
 
@@ -142,7 +142,7 @@ def _requirements() -> dict[str, Requirement]:
     requirements: dict[str, Requirement] = {}
     for text in texts:
         requirement = Requirement(text)
-        # A marker names an extra.
+        # A requirement with a marker belongs to an extra.
         if requirement.marker is None:
             requirements[requirement.name] = requirement
     return requirements
@@ -210,15 +210,15 @@ def checkpoint_findings(
 
     Args:
         name: the checkpoint's directory or hub name.
-        dtype: of the weights; "auto": the checkpoint's.
+        dtype: dtype of the weights; "auto": the checkpoint's dtype.
         max_memory_percent: the cache's share of the free memory, from 0 to 1.
-        device: where it runs; "auto": a GPU if there is any.
-        qualifies: whether to try again, in processes of their own, what was tried before.
+        device: the device to run on; "auto": a GPU if there is any.
+        qualifies: True: repeat earlier trials, each in a separate process.
     """
     trying = nullcontext()
     if qualifies:
         trying = qualifier.trying_anew()
-        # Those that this process has loaded are tried too.
+        # Kernels that this process has already loaded are tried too.
         kernel.cache_clear()
         has_kernel.cache_clear()
     with trying:
@@ -231,11 +231,11 @@ def _checkpoint_findings(
     """Load a checkpoint, roll it out, and yield the findings.
 
     Args:
-        name: of the checkpoint, or its folder.
-        dtype: to load it in.
-        max_memory_percent: as of `RolloutConfig`.
-        device: to load it on.
-        qualifies: True: say so, too, where nothing had to be tried.
+        name: the checkpoint's directory or hub name.
+        dtype: dtype to load the checkpoint in.
+        max_memory_percent: as in `RolloutConfig`.
+        device: device to load the checkpoint on.
+        qualifies: True: report it, too, if there was nothing to try.
     """
     try:
         config = RolloutConfig(max_memory_percent=max_memory_percent, seed=0)
@@ -389,7 +389,7 @@ def _images(name: str, generator: RolloutGenerator, model: PreTrainedModel) -> F
         return _ok("images", "not read by this model")
     try:
         processor = checkpoint.load_processor(name)
-        # A processor of images needs it; other checkpoints do not.
+        # Imported here: an image processor needs PIL, and other checkpoints do not.
         from PIL import Image
 
         picture = Image.linear_gradient("L").resize(PICTURE).convert("RGB")
@@ -410,15 +410,15 @@ def computed_findings(
 ) -> Iterator[Finding]:
     """Yield the memory of a GRPO step on a GPU, which need not be present.
 
-    It is computed from a checkpoint's config; nothing is measured.
+    The memory is computed from a checkpoint's config; nothing is measured.
 
     Args:
         name: a checkpoint's directory or hub name.
         gpu_gib: the GPU's memory, in GiB.
         lora_rank: rank of adapters on all linear layers but the head; 0: all weights are trained.
         loss_tokens: tokens of a micro-batch, each prompt once.
-        dtype: of the weights; "auto": the checkpoint's. AdamW trains them, those of float32 under
-            bfloat16 autocast.
+        dtype: dtype of the weights; "auto": the checkpoint's. AdamW trains the weights; float32
+            weights are trained under bfloat16 autocast.
         percent: the cache's share of the memory that training leaves, from 0 to 1.
     """
     yield _ok("computed, not measured", f"{name} on a GPU of {gpu_gib:g} GiB")
@@ -450,7 +450,7 @@ def computed_findings(
 
 
 def _fit(name: str, parts: list[Part], gpu_gib: float, plan: memory_plans.MemoryPlan) -> Finding:
-    """Return whether a phase of a step that holds `parts` at once fits into the GPU."""
+    """Return whether the GPU has room for a phase of a step that holds `parts` at once."""
     size_gib = sum(part.num_bytes for part in parts) / GIB
     if size_gib <= gpu_gib and plan.has_room:
         return _ok(name, f"{size_gib:.2f} GiB, {gpu_gib - size_gib:.1f} GiB left")
@@ -484,7 +484,7 @@ class _TrainedBytes:
     """Elements of the adapters."""
     num_trained: int
     weights: int
-    """Bytes, as all below."""
+    """Bytes, like all fields below."""
     adapters: int
     gradients: int
     optimizer_states: int
@@ -536,7 +536,7 @@ def _gpu_plan(
 
     Args:
         model: a model without values.
-        layout: what the model's layers keep of each token and each sequence.
+        layout: what the model's layers keep for each token and each sequence.
         gpu_gib: the GPU's memory, in GiB.
         trained: the weights, and what training keeps for them.
         percent: the cache's share of the memory that training leaves, from 0 to 1.

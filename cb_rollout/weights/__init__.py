@@ -1,6 +1,7 @@
 """Select the module that generates, and keep its weights equal to the trainer's.
 
-`base` and `copied` are the two ways; `source` reads weights wherever a trainer keeps them.
+`base` shares the weights and `copied` copies them; `source` reads them wherever a trainer keeps
+them.
 `RolloutGenerator` calls `create_weight_sync`.
 """
 
@@ -43,7 +44,7 @@ def create_weight_sync(
 
     Raises:
         ConfigurationError: the model's weights cannot be used as the config says, or at all.
-        WeightSyncError: a copy made from the model's config has other tensors than the model.
+        WeightSyncError: a copy made from the model's config does not have the model's tensors.
     """
     facts = ModelFacts.of(model)
     module = facts.module
@@ -83,7 +84,7 @@ def _pays_as_copy(facts: ModelFacts, precision: Precision) -> bool:
     if facts.is_quantized or not casts_weights(facts.module, precision):
         return False
     changed = _changes_forwards(facts.module)
-    # Only a copy has weights of another dtype than the training module's.
+    # Only a copy can have weights in a dtype other than the training module's.
     if changed and precision.copy_dtype is None:
         _LOGGER.info("weights: shared; a copy would not compute %s", abbreviated(changed))
         return False
@@ -102,7 +103,7 @@ def _with_adapters(
     module = facts.module
     weights = None
     selection = ""
-    # Merging rounds after the sum, the trainer before it.
+    # Merged weights are rounded after the sum of base and adapter, the trainer's terms before it.
     if next(module.parameters()).device.type == "cuda" and config.numerics != Numerics.BITWISE:
         try:
             fits, selection = _merged_copy_fits(facts, config, precision, optimizer)
@@ -134,7 +135,8 @@ def _merged_copy_fits(
         for p in owner.parameters(recurse=False)
     }
     added = sum(size for _, size, _ in held) + sum(buffer.nbytes for buffer in module.buffers())
-    # What a copy holds cast, every step of the unmerged model casts: that is worth its memory.
+    # In every step, the unmerged model casts the weights that a copy holds cast. Saving these casts
+    # is worth their memory.
     cast = sum(size for _, size, own_size in held if size != own_size)
     device = next(module.parameters()).device
     training = TrainingMemory(module, module, device, optimizer, config.training_reserve_gib)

@@ -73,7 +73,7 @@ def add_lora(model: Any, name: str, *, rank: int, alpha: int, layers: Sequence[s
 
     Args:
         model: a `PeftModel`.
-        name: the adapter's, of no other.
+        name: the adapter's name, which no other adapter has.
         rank: columns of its factors.
         alpha: the product of the factors is scaled by `alpha / rank`.
         layers: names of the linear layers to adapt.
@@ -118,11 +118,11 @@ def scalings_of(model: torch.nn.Module) -> dict[str, float]:
 
 
 def wrapped_by_peft(module: Any, adapter: str | None = None) -> torch.nn.Module | None:
-    """Return the plain module inside a PEFT module; None: `module` is no PEFT module.
+    """Return the plain module inside a PEFT module; None: `module` is not a PEFT module.
 
     Args:
         module: any module.
-        adapter: the only active adapter; None: those that are active.
+        adapter: the adapter to treat as the only active one; None: the active adapters count.
     """
     if isinstance(module, ModulesToSaveWrapper):
         if adapter is not None:
@@ -144,7 +144,7 @@ def low_ranks_of(module: Any, adapter: str | None = None) -> tuple[LowRank, ...]
 
     Args:
         module: any module.
-        adapter: the only active adapter; None: those that are active.
+        adapter: the adapter to treat as the only active one; None: the active adapters count.
     """
     if not _is_adapted(module):
         return ()

@@ -1,4 +1,4 @@
-"""Define how the module that generates follows the trainer's weights, and the simplest way."""
+"""Define how the generating module follows the trainer's weights; the simplest way is sharing."""
 
 import torch
 from transformers import PreTrainedModel

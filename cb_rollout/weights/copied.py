@@ -1,8 +1,8 @@
 """Generate with an engine-owned copy of the weights, updated in place.
 
 Owns the copy and the record of its last sync. Reads the training module and never changes it.
-Gathers sharded weights one bucket at a time. Called from the training thread, the engine paused;
-a first use of a named adapter may come from another thread.
+Gathers sharded weights one bucket at a time. Called from the training thread while the engine is
+paused; the first use of a named adapter may come from another thread.
 """
 
 import logging
@@ -46,7 +46,7 @@ class WeightState(NamedTuple):
     tensors: tuple[tuple[int, int, int], ...]
     """Identity, address and number of writes of each tensor."""
     scalings: tuple[float, ...]
-    """Of each adapter."""
+    """Scaling of each adapter."""
 
 
 class Copied(NamedTuple):
@@ -82,7 +82,7 @@ class CopiedWeights(WeightSynchronizer):
         Args:
             trained: the training module, wrapped or not.
             precision: dtypes of the copy's weights and of its forward.
-            device: of the copy; None: that of the training module.
+            device: the copy's; None: that of the training module.
             tensor_parallel_size: neighbouring processes over which the copy's layers are split.
         """
         self._hooked: list[str] = []
@@ -114,7 +114,7 @@ class CopiedWeights(WeightSynchronizer):
         """The copy's tensors, tied ones under each name."""
         self._classes = module_classes(self._source)
         self._settings = settings_of(self._source)
-        # Split layers have their own sizes: there only what changes later is taken over.
+        # Split layers have their own sizes, so only settings that change later are taken over.
         if tensor_parallel_size == 1:
             take_over_settings(self.module, self._source, self._settings)
         self.sync()
@@ -346,7 +346,7 @@ def _state(weight: Weight) -> WeightState:
 
 
 def _is_equal(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Compare elementwise a tensor of the copy with its value; NaN equals NaN."""
+    """Compare a tensor of the copy elementwise with its value; NaN equals NaN."""
     stored = value.to(target.device, target.dtype)
     are_both_nan = (target != target) & (stored != stored)
     return bool(((target == stored) | are_both_nan).all())

@@ -1,4 +1,4 @@
-"""Hold the weights that named adapters change in a copy, each adapter merged into its own.
+"""Hold, for each named adapter, the weights that merging it changes in a copy.
 
 The copy itself contains the adapters that were active at the last sync. To run a named adapter, a
 forward temporarily uses other tensors in place of the copy's. A sync reads these tensors too.
@@ -42,7 +42,7 @@ class MergedAdapters:
         """
         self._weights = weights
         self._held: dict[str, dict[str, torch.nn.Parameter]] = {}
-        """Of each adapter that was asked for, the tensors in which it differs from the copy."""
+        """For each adapter that was asked for, the tensors in which it differs from the copy."""
 
     def names(self) -> Sequence[str]:
         return adapter_names(self._weights.source_module)
@@ -94,7 +94,7 @@ class MergedAdapters:
                 place.tensors[place.name] = tensor
 
     def mixed(self, names: Sequence[str | None]) -> None:
-        # Each adapter is merged into weights of its own.
+        # Each adapter is merged into its own weights, so one forward cannot run several.
         return None
 
     @property
@@ -127,7 +127,7 @@ class MergedAdapters:
             targets: the copy's tensors by name.
 
         Raises:
-            ConfigurationError: an adapter is not plain LoRA, or another one is merged in place.
+            ConfigurationError: an adapter is not plain LoRA, or another adapter is merged in place.
         """
         names = self.names()
         num_bytes = 0

@@ -22,7 +22,7 @@ from cb_rollout.weights.tensor import Weight
 # Autocast casts every parameter of these layers.
 MULTIPLIED_BY = (torch.nn.Linear, Conv1D)
 
-# Rows of a weight after which the next one is aligned, in any dtype.
+# If a weight's rows are a multiple of this, the next weight is aligned, in any dtype.
 ALIGNED_OUTPUTS = 16
 
 
@@ -214,7 +214,7 @@ def mismatches(
         expected: the shapes that `given` should have.
         missing: text of a name that `given` lacks.
         unknown: text of a name that `expected` lacks.
-        unequal: text of another shape; a format of the given and the expected shape.
+        unequal: text of a different shape; a format string for the given and the expected shape.
     """
     faults: list[str] = []
     for name in given.keys() | expected.keys():

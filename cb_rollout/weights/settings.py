@@ -21,7 +21,7 @@ class Setting(NamedTuple):
     """Place of a setting in a model."""
 
     path: str
-    """Of the plain module that has it, or that reads the config which has it."""
+    """Path of the plain module that has the setting, or that reads the config that has it."""
     is_of_config: bool
     name: str
 
@@ -55,7 +55,7 @@ def take_over_settings(
     Args:
         replica: the model that generates.
         trained: the training model, without its wrappers.
-        settings: of `trained`.
+        settings: the settings of `trained` to set.
     """
     trained_modules = {path: module for path, module, _ in plain_modules(trained)}
     copied_modules = {path: module for path, module, _ in plain_modules(replica)}

@@ -1,4 +1,4 @@
-"""Read a trainer's tensors in each framework's layout, by one subclass of `PlainSource` each.
+"""Read a trainer's tensors in each framework's layout, with a subclass of `PlainSource` for each.
 
 To add a framework, write a subclass and list it in `SOURCES`. Only this file imports deepspeed,
 which is optional: it is imported when a parameter has deepspeed's attributes.
@@ -17,7 +17,7 @@ from cb_rollout.compat import fsdp as fsdp_compat
 from cb_rollout.compat.tensor_parallel import Split, unsharded_part
 
 Request = tuple[Sequence[torch.Tensor], Sequence[Split | None]]
-"""Tensors to read, and for each the division of which to read this process's part; None: all."""
+"""Tensors to read, and for each the split of which this process reads its part; None: all of it."""
 
 
 class PlainSource:

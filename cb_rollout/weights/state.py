@@ -12,12 +12,12 @@ from cb_rollout.compat.fsdp import local_part, write_state
 from cb_rollout.compat.module_state import model_settings, module_code, watched_tensors
 from cb_rollout.weights.source import create_source
 
-# Integers that a weight's numbers are read as, by their bytes. None has 64 bits, whose sums in
-# int64 would lose an even count of changed signs.
+# Integers that a weight's numbers are read as, by their bytes. There are no 64-bit integers: their
+# sums in int64 would lose an even count of changed signs.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
-# Numbers of a checksum's block. Odd, so that no usual width is a multiple: blocks are cut across
-# rows and columns, and neither can change places unseen.
+# Numbers in a block of the checksum. Odd, so that no usual width is a multiple of it: blocks cut
+# across rows and columns, and two rows or columns cannot change places unnoticed.
 BLOCK = 1021
 
 
@@ -54,8 +54,8 @@ def _checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return a checksum of a tensor's bits that depends on their order: an int64 scalar.
 
-    The sum of each block of numbers, read as integers, counts with the block's position. So do
-    single numbers after the last whole block.
+    Numbers are read as integers. Each block's sum is weighted by the block's position, and each
+    number after the last whole block by the number's position.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -14,7 +14,7 @@ from cb_rollout.compat.tensor_parallel import Split
 from cb_rollout.weights.adapters import LowRank, low_ranks_of, wrapped_by_peft
 from cb_rollout.weights.source import PlainSource, Request
 
-# Sharded weights gathered at once, twice that under FSDP2: little beside a model.
+# Sharded weights gathered at once, twice that under FSDP2: little compared with a model.
 BUCKET_BYTES = 256 * 2**20
 
 
@@ -41,7 +41,7 @@ class Weight:
     def value(self, read: Sequence[torch.Tensor], split: Split | None = None) -> torch.Tensor:
         """Compute the weight of the plain model, or this process's part of it.
 
-        Adds adapters in float32 or wider, out of place, to the pristine base. The value is rounded
+        Adds adapters in float32 or wider, out of place, to the unchanged base. The value is rounded
         once, when it is stored, so rounding never accumulates. `read`: the base, or its part of a
         split, then the whole A and B of each adapter.
         """
@@ -173,7 +173,7 @@ def values_of(
                 splits.append(split)
                 splits_of_tensors.append(split)
                 if weight.low_ranks:
-                    # The sum is rounded once: its terms come as they are, adapters whole.
+                    # The sum is rounded once, so its terms are read as they are, adapters whole.
                     tensors.extend(weight.tensors)
                     splits_of_tensors.extend([None] * (len(weight.tensors) - 1))
                 else:

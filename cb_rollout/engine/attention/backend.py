@@ -11,7 +11,7 @@ from cb_rollout.engine.kv_cache.layout import CacheLayout
 
 
 class AttentionBackend:
-    """Prepare the decode steps of one model, one new token a row, on pages without a gather."""
+    """Prepare the decode steps of one model, one new token per row, on pages without a gather."""
 
     name: ClassVar[str]
     device_type: ClassVar[str]
@@ -19,7 +19,7 @@ class AttentionBackend:
     tracing: ClassVar[Tracing | None] = None
     """Settings of the trace of decode forwards; None: the model itself runs."""
     needs_keys: ClassVar[bool] = True
-    """False if models run whose layers are all recurrent."""
+    """False if models with only recurrent layers run too."""
     saves_at_end: ClassVar[bool] = True
     """True if a forward that raises leaves all recurrent states as they were."""
 

@@ -1,8 +1,8 @@
 """Run a traced forward that `torch.compile` compiles with a user's settings.
 
-Bounds how many sizes are compiled. With `dynamic=False` sizes are rounded up, and each has a graph
-of its own. Otherwise one graph takes every size: at least two, since torch gives one row or token a
-graph of its own. Called by the thread that runs a forward.
+Bounds how many sizes are compiled. With `dynamic=False`, sizes are rounded up, and each size has a
+separate graph. Otherwise one graph takes every size of at least two, since torch gives a size of
+one a separate graph. Called by the thread that runs a forward.
 """
 
 from collections import OrderedDict
@@ -21,10 +21,11 @@ Forward = Callable[..., torch.Tensor]
 # Graphs of one size each that are kept, unless `max_cached_graphs` says how many.
 MAX_STATIC_GRAPHS = 64
 
-# torch gives a size of one a graph of its own.
+# torch gives a size of one a separate graph.
 LEAST_SIZE = 2
 
-# Sizes of static graphs: twice the last one, and one between them. At most half is padding.
+# Sizes of static graphs: this one, twice the last one, and one between them. Above the first size,
+# less than a third is padding.
 _FIRST_SIZE = 4
 
 
@@ -33,7 +34,7 @@ class CompilationFailedError(ConfigurationError):
 
 
 def compile_obstacle(settings: CompileSettings, device: torch.device) -> str | None:
-    """Return the reason why nothing can be compiled so on a device; None: it may be."""
+    """Return why nothing can be compiled with these settings on a device; None: it may be."""
     try:
         captures = dynamo.captures_graphs(settings.backend, settings.mode, settings.options)
         dynamo.compile_module(fx.GraphModule({}, _empty_graph()), **arguments_of(settings))
@@ -71,7 +72,7 @@ def arguments_of(settings: CompileSettings) -> dict[str, Any]:
 def padded_size(size: int, interval: int = 0) -> int:
     """Return the size of the static graph for this many rows or tokens.
 
-    A multiple of `interval`; 0: a power of two, or one and a half of it.
+    A multiple of `interval`; 0: a power of two, or one and a half times a power of two.
     """
     if interval:
         return -(-size // interval) * interval
@@ -100,7 +101,7 @@ class CompiledGraph:
         Args:
             module: the forward, of tensors of any size.
             settings: of `torch.compile`.
-            interval: of `padded_size`.
+            interval: see `padded_size`.
             max_graphs: static graphs that are kept, the ones that ran last; 0: a default.
         """
         self._module = module
@@ -115,7 +116,7 @@ class CompiledGraph:
         return len(self._graphs)
 
     def padded(self, size: int) -> int:
-        """Return the rows or tokens to call the forward with, to compute so many."""
+        """Return the number of rows or tokens with which to call the forward to compute `size`."""
         if self._settings.is_static:
             return padded_size(size, self._interval)
         return max(LEAST_SIZE, size)
@@ -125,7 +126,7 @@ class CompiledGraph:
         key = sizes if self._settings.is_static else ()
         graph = self._graphs.pop(key, None)
         if graph is None:
-            # Dynamo counts recompilations by code, and a copy has code of its own.
+            # Dynamo counts recompilations by code, and a copy has separate code.
             copied = fx.GraphModule(self._module, self._module.graph)
             graph = dynamo.compile_module(copied, **arguments_of(self._settings))
         self._graphs[key] = graph

@@ -1,6 +1,6 @@
 """Compile the forward of packed prompts by `torch.compile`, with a user's settings.
 
-The forward is traced on tensors without contents, as that of decode steps is. Attention, and the
+The forward is traced on tensors without contents, like that of decode steps. Attention, and the
 pages that it writes and reads, stay one call at each layer, so the graph takes prompts and chunks
 of any lengths. Called by the thread that runs a prefill.
 
@@ -49,7 +49,7 @@ from cb_rollout.engine.numerics.agreement import Precisely
 from cb_rollout.engine.numerics.higher_precision import higher_precision
 from cb_rollout.errors import error_text
 
-# Tokens and rows of the traced forward: two numbers, so that they stay two sizes.
+# Tokens and rows of the traced forward: different numbers, so that they stay two sizes.
 TRACED_SIZES = (23, 3)
 
 # The graph is compared with the model for these.
@@ -175,7 +175,7 @@ class CompiledPrefill:
             self.graph = None
 
     def compile(self, prefill: TraceablePrefill) -> None:
-        """Trace and compile the forward, unless it is, or cannot be.
+        """Trace and compile the forward, unless it is compiled, or cannot be.
 
         Raises:
             ConfigurationError: it cannot, and `settings.raises_failure` says so.
@@ -288,7 +288,7 @@ class PrefillGraph:
     def _try(self, prefill: TraceablePrefill, tried: Sequence[tuple[int, int]]) -> None:
         """Raise `UntraceableError` if the graph differs from the model by more than rounding.
 
-        Rounding is measured at each of most tokens, which begin with the tokens of the others.
+        Rounding is measured at every token of the largest size, which begins with the other sizes'.
         """
 
         def run(inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -321,7 +321,7 @@ def _trace(prefill: TraceablePrefill, calls: list[AttentionCall]) -> fx.GraphMod
         call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         calls.append(call)
-        # As the pages keep it; what is attended has their dtype.
+        # In the pages' dtype, which the output of attention has too.
         value = value.to(call.layer.value_dtype)
         return torch.ops.cb_rollout.attend_packed(query, key, value, len(calls) - 1)
 
@@ -364,7 +364,7 @@ def attend_to_pages(
 ) -> Attend:
     """Return the attention of one prefill: write the new states to the pages, and read histories.
 
-    `autocast`: the precision that the model's forward runs in.
+    `autocast`: returns a context with the precision of the model's forward.
     """
 
     def attend(

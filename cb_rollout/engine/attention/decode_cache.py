@@ -1,6 +1,6 @@
-"""Give a model its cache of a decode step: layers that hand new keys and values to a kernel.
+"""Give a model its cache for a decode step: layers that hand new keys and values to a kernel.
 
-A layer returns the new key and value as they came. The attention function, called with that very
+A layer returns the new key and value unchanged. The attention function, called with that very
 key, has the kernels write them to the pages and read the row's history. Nothing is gathered, no
 mask is made, and every shape is known before the step. Called by the thread that runs the step.
 
@@ -20,7 +20,7 @@ from cb_rollout.compat.moe import GroupedProduct, replacing_grouped_product
 from cb_rollout.engine.kv_cache.layout import CacheLayout, LayerSpec
 from cb_rollout.engine.kv_cache.recurrent import RecurrentLayer
 
-# Arguments of attention functions that change nothing about one new token a row.
+# Arguments of attention functions that change nothing about one new token per row.
 HARMLESS_ARGUMENTS = {
     *("cache", "cache_position", "dropout", "is_causal", "labels", "layer_idx"),
     *("num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits"),

@@ -47,7 +47,7 @@ def linear_nodes(graph: fx.Graph) -> list[list[LinearNode]]:
 
 
 def replace_by_columns(graph: fx.Graph, layers: Sequence[LinearNode], product: fx.Node) -> None:
-    """Take the outputs of layers from the columns of one product, which stands before the first."""
+    """Replace layers by columns of one product, which stands before the first layer."""
     start = 0
     with graph.inserting_after(product):
         for layer in layers:

@@ -1,9 +1,9 @@
 """Attend over packed tokens: each segment to its prefix and, causally, to itself.
 
-The model's own attention function computes it, on segments of about one length at a time, padded.
-Flash kernels take them unpadded: PyTorch's own too, where the model calls sdpa on a GPU in 16 bits.
-Serves a prefill, whose prefixes are in pages, and the loss. Called at every layer of a packed
-forward, and again where gradient checkpointing computes a layer again, by the thread that does.
+The model's own attention function runs on padded segments of about one length at a time. Flash
+kernels take segments unpadded, and so does PyTorch's own where the model calls sdpa on a GPU in 16
+bits. Serves a prefill, whose prefixes are in pages, and the loss. Called at every layer of a packed
+forward, and again when gradient checkpointing recomputes a layer, by the thread that runs it.
 
 N: packed tokens, T: keys, H: heads, D: head size, C: segments of a bucket, Q: longest segment, K:
 longest prefix and segment.
@@ -27,8 +27,8 @@ MAX_PADDED_PAIRS = 1.5
 # Pairs that cost as much as one more call: small segments are padded further.
 CALL_PAIRS = 1 << 14
 
-# Keys of a bucket of several segments, padding included. They are copied for the call, and repeated
-# where the model's function repeats heads.
+# Most keys of a bucket of several segments, padding included. They are copied for the call, and
+# repeated where the model's function repeats heads.
 MAX_BUCKET_KEYS = 1 << 12
 
 
@@ -73,7 +73,7 @@ class Segment(NamedTuple):
 def no_mask(device: torch.device) -> torch.Tensor:
     """Return an attention mask with which a model builds no mask of all tokens, `(1, 1, 1, 1)`.
 
-    transformers 5.23 keeps one of four axes as it is.
+    transformers 5.23 keeps a mask of four axes as it is.
     """
     return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
 
@@ -92,7 +92,7 @@ class _Bucket:
     keys: torch.Tensor | slice
     """int64, (C x K): indices of the keys of prefix and segment; any index in the padding."""
     kept: torch.Tensor | None
-    """int64: indices of `queries` that are no padding; None: all."""
+    """int64: indices of `queries` that are not padding; None: all."""
     prefix_lengths: torch.Tensor
     """int64, (C, 1, 1)."""
     has_prefix: bool
@@ -122,7 +122,7 @@ class PackedAttention:
 
     @cached_property
     def _buckets(self) -> tuple[list[_Bucket], torch.Tensor | None]:
-        """Buckets, and int64, the index of each token among their results; None: in their order."""
+        """Buckets, and int64 indices of the tokens among their results; None: in their order."""
         buckets: list[_Bucket] = []
         tokens: list[int] = []
         for segments in _of_one_size(self._segments):
@@ -264,7 +264,7 @@ class PackedAttention:
         """Call PyTorch's own flash attention of segments, which sdpa has no arguments for.
 
         Args:
-            query: as of `__call__`, as are key and value.
+            query: as in `__call__`, like key and value.
             key: (1, key heads, T, D).
             value: (1, key heads, T, size of a value).
             window: newest tokens that are seen; None: all.
@@ -338,7 +338,7 @@ def _fits(segment: Segment, bucket: list[Segment], num_pairs: int, Q: int, K: in
         bucket: at least one segment.
         num_pairs: pairs of queries and keys of the bucket, without padding.
         Q: tokens of its longest segment.
-        K: keys of the segment with most.
+        K: most keys of its segments.
     """
     has_prefix = segment.prefix_length > 0
     if has_prefix != (bucket[0].prefix_length > 0):

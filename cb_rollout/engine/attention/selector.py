@@ -1,4 +1,4 @@
-"""Choose the attention backend of a model's decode steps, once, where an engine is made."""
+"""Choose the attention backend of a model's decode steps, once, when an engine is made."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from cb_rollout.engine.attention.cpu.backend import CpuBackend
 from cb_rollout.engine.attention.triton.backend import TritonBackend
 from cb_rollout.engine.kv_cache.layout import CacheLayout
 
-# The first backend that a device and a model can have is used.
+# The first backend that a device and a model support is used.
 BACKENDS: list[type[AttentionBackend]] = [TritonBackend, CpuBackend]
 
 
@@ -32,7 +32,7 @@ class BackendSelection:
 def select_backend(
     device: torch.device, layout: CacheLayout | None = None, *, is_padded: bool = True
 ) -> BackendSelection:
-    """Return the best backend that a device and a model can have.
+    """Return the best backend that a device and a model support.
 
     Args:
         device: the model's.

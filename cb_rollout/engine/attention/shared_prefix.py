@@ -28,7 +28,7 @@ MAX_STRETCHES = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Inputs of a decode step's kernels, beside queries, keys and values; all on the device."""
+    """Inputs of a decode step's kernels, besides queries, keys and values; all on the device."""
 
     addresses: torch.Tensor
     """int64: the block table's address and width, each layer's pages of keys and of values, and all
@@ -39,7 +39,7 @@ class AttentionMetadata:
     lengths_B: torch.Tensor
     """int32: each row's tokens, the new one included; 0: an empty row."""
     num_stretches: int = 0
-    """Stretches that all keys are cut into, beside one for each row; 0: no key is cut, and no
+    """Stretches that all keys are cut into, besides one for each row; 0: no key is cut, and no
     prompt is shared."""
     least_stretch: int = SHORT_STRETCH
     """Fewest keys of a stretch that is not a row's last."""
@@ -67,7 +67,7 @@ class Tile:
 def shared_tiles(
     block_ids: Sequence[Sequence[int]], block_size: int, rows_per_tile: int
 ) -> list[Tile]:
-    """Find neighbours whose leading whole blocks are the same ones.
+    """Find neighbouring rows with the same leading whole blocks.
 
     Args:
         block_ids: each row's blocks, the last of which it may still write to.
@@ -114,7 +114,7 @@ def _first_difference(row: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def max_stretches(num_key_heads: int, num_processors: int) -> int:
-    """Return the stretches of all keys together, beside one a row, that keep processors busy."""
+    """Return the stretches of all keys together, besides one per row, that keep processors busy."""
     wanted = -(-STRETCHES_PER_PROCESSOR * num_processors // num_key_heads)
     return min(MAX_STRETCHES, wanted)
 

@@ -55,9 +55,9 @@ MOST_TRACES = 3
 # A trace is tried at these positions, which every model that passed its check has.
 TRIED_POSITIONS = 8
 
-# Further forwards whose rounding errors stand for those of a trial. Of SmolLM2-135M in float32 the
-# errors of one forward are up to 11 times smaller than those of a trace, of these and it together
-# up to 4 times.
+# Further forwards, whose rounding errors also measure the noise of a trial. For SmolLM2-135M in
+# float32, the errors of one forward are up to 11 times smaller than a trace's, and the errors of
+# all these forwards together up to 4 times.
 NUM_REDRAWN = 4
 
 _LOGGER = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Traceable:
             positions_B1=positions_B1,
             # There are no recurrent states, so any numbers will do.
             table_rows_B=tokens_B1[:, 0],
-            # Where torch's product of experts would wait for the device.
+            # Used where torch's product of experts would wait for the device.
             grouped_product=torch.ops.cb_rollout.grouped_product,
         )
         return self.decode(inputs)
@@ -128,11 +128,11 @@ class TracedForward:
         self._steps_before_trace = STEPS_BEFORE_TRACE
         self._steps_before_compiling = math.inf
         self.settings: CompileSettings | None = None
-        """Arguments of `torch.compile` for the trace; None: the engine's own, of inductor."""
+        """Arguments of `torch.compile` for the trace; None: the engine compiles it by inductor."""
         self._row_interval = 0
         self._max_graphs = 0
         self.obstacle = ""
-        """The reason why the forward is not compiled; "": it is, or was not to be."""
+        """The reason why the forward is not compiled; "": it is, or was not meant to be."""
         self._weights: list[object] = []
         self._has_hooks = False
 
@@ -296,7 +296,7 @@ class TracedForward:
         assert self._tracing is not None
         reason = _reason_of(error)
         self._require_no_failure(reason, error)
-        # Where nothing else than a compiled trace runs, the engine warns of all its paths.
+        # If only a compiled trace can run, the engine warns of all its paths.
         runs_otherwise = self._tracing.simplify is not None
         is_asked = self.settings is not None or (self._compiles_at_once and runs_otherwise)
         level = logging.WARNING if is_asked else logging.INFO
@@ -378,7 +378,7 @@ def trace_module(
     ) -> torch.Tensor:
         """Attend through an operator that records this call; for `Args:` see `PagedAttention`."""
         calls.append((layer, spec))
-        # As the pages keep it; what is attended has their dtype.
+        # In the pages' dtype, which the output of attention has too.
         value = value.to(layer.value_dtype)
         return torch.ops.cb_rollout.attend(query, key, value, len(calls) - 1)
 
@@ -411,7 +411,7 @@ class Trace:
 
         Args:
             traceable: the forward.
-            tracing: of the cache's device.
+            tracing: the settings of the cache's device.
             is_compiled: whether the graph is compiled.
             settings: arguments of `torch.compile`, which compiles the model's operators unchanged;
                 None: inductor compiles the graph that `tracing` rewrote.
@@ -424,7 +424,7 @@ class Trace:
         """
         self.is_compiled = is_compiled
         self.compiled: CompiledGraph | None = None
-        """The graph as `torch.compile` has it; None: `settings` are."""
+        """The graph for `torch.compile`; None: `settings` is None."""
         self._weights: list[torch.Tensor] = []
         inputs = example(tracing.num_rows, traceable.token_ids, traceable.cache.device)
         if settings is not None:

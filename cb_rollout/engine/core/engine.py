@@ -162,7 +162,7 @@ class Engine:
         """Plan the memory again, and check the model again if it changed."""
         is_changed = self.paged_model.is_changed
         if is_changed:
-            # Its memory is free again before the next path is made.
+            # Free its memory before the next path is created.
             self.paged_model.drop_decode_path()
         self.release_cache()
         if is_changed:
@@ -302,7 +302,7 @@ class Engine:
         return self._storage.grow(count, usable=sum(self._scheduler.num_usable_blocks()))
 
     def warm_up(self, num_steps: float = 0) -> None:
-        """Trace, compile or capture decode steps before a step needs it; no step may be running.
+        """Trace, compile or capture decode steps ahead of time; no step may be running.
 
         On a CPU, steps are compiled if that pays off within `num_steps`.
         """
@@ -325,7 +325,7 @@ class Engine:
             yield
 
     def abandon(self) -> None:
-        # A failed device may refuse any of them, and the others must be done regardless.
+        # A failed device may raise in any of these calls, and the others must still run.
         with ExitStack() as last:
             last.callback(self.release_cache)
             last.callback(self._scheduler.clear)
@@ -335,7 +335,7 @@ class Engine:
 def _create_stream(device: torch.device, *, is_copied: bool) -> torch.cuda.Stream | None:
     """Return a separate CUDA stream for a copy; None: use the stepping thread's stream."""
     if is_copied and device.type == "cuda":
-        # Its work does not queue behind that of a thread that trains meanwhile. Pages are
-        # allocated and written there alone, so the allocator needs no record of other streams.
+        # The copy's work must not queue behind a thread that trains meanwhile. Pages are allocated
+        # and written only on this stream, so the allocator needs no record of other streams.
         return torch.cuda.Stream(device, priority=-1)
     return None

@@ -1,7 +1,7 @@
-"""Accept a model on pages, and choose how its decode steps run.
+"""Check that a model runs with a paged cache, and choose how its decode steps run.
 
 Owns the results of the checks, until the model changes. Runs no step. Called by the thread that
-steps the engine, or by one that paused it.
+steps the engine, or by a thread that paused it.
 """
 
 from collections.abc import Hashable, Iterator
@@ -26,10 +26,10 @@ from cb_rollout.engine.model.training_model import TrainingModel
 
 
 class PagedModel:
-    """A model that was checked on pages.
+    """A model that was checked with a paged cache.
 
-    Owns the layout of its cache, the `DecodePath` of its steps, and the identity of the module that
-    both were found for.
+    Owns the layout of its cache, the `DecodePath` of its steps, and the identity of the module for
+    which both were determined.
     """
 
     layout: CacheLayout
@@ -46,13 +46,13 @@ class PagedModel:
         self.device = runner.device
         self._config = config
         self.decode_path: DecodePath = StepwiseDecoding(runner)
-        """Runs decode steps; another after each `choose_decode_path`."""
+        """Runs decode steps; each `choose_decode_path` replaces it."""
         self._identity: Hashable = None
         self._slower_paths = SlowerPathLog(self.device)
 
     @property
     def is_changed(self) -> bool:
-        """Return whether the model is another than the one that was accepted."""
+        """Return whether the model has changed since it was accepted."""
         return self.runner.forward_identity != self._identity
 
     @property
@@ -73,7 +73,7 @@ class PagedModel:
         self._slower_paths.warn_of(self.paths)
 
     def check(self, training_model: TrainingModel) -> Hashable:
-        """Compare the model on pages with its plain forward, and with the model that trains.
+        """Compare the model's paged forward with its plain forward, and with the training model's.
 
         Returns:
             The identity of the model that was checked, for `accept`.
@@ -86,7 +86,7 @@ class PagedModel:
         identity = runner.forward_identity
         runner.forget_routes()
         with training_model.with_moved_adapters():
-            # The check may take the memory of the backend that is replaced.
+            # Free the current backend's memory, which the check may need.
             runner.use(replace(runner.execution, attention_backend=None))
             checked = check_model(runner)
             runner.use(checked.execution)
@@ -95,7 +95,7 @@ class PagedModel:
         training_model.remember_wrappers()
         if self._config.router_replay:
             self.layout = replace(self.layout, routes=runner.record_routes().spec)
-        # Once for each layout: a later plan may find the trace given up, for other reasons.
+        # Once for each layout: a later plan may find that the trace was given up for other reasons.
         choose_compilation(runner, self._config, self.layout)
         return identity
 
@@ -103,20 +103,20 @@ class PagedModel:
         """Create the path of decode steps, which may allocate device memory.
 
         Args:
-            max_rows: sequences that run together at most.
+            max_rows: the most sequences that run together.
 
         Raises:
-            ConfigurationError: a setting asks for CUDA graphs, and there can be none.
-            OutOfCacheMemoryError: there is no memory for them.
+            ConfigurationError: a setting asks for CUDA graphs, but none can be captured.
+            OutOfCacheMemoryError: there is no memory for the graphs.
         """
         self.decode_path = create_decode_path(self.runner, self._config, max_rows)
 
     def drop_decode_path(self) -> None:
-        """Run decode steps by the plain path, and free the memory of the last one."""
+        """Switch decode steps to the plain path, and free the memory of the current path."""
         self.decode_path = StepwiseDecoding(self.runner)
 
     def accept(self, identity: Hashable) -> None:
-        """Take the model that `check` returned this identity of as the one that runs."""
+        """Accept the model for which `check` returned this identity."""
         self._identity = identity
 
     def check_weights(self) -> None:
@@ -131,11 +131,11 @@ class PagedModel:
         self.warn_of_slower_paths()
 
     def warm_up(self, num_steps: float = 0) -> None:
-        """Trace, compile or capture decode steps before a step needs it; no step may be running.
+        """Trace, compile or capture decode steps ahead of time; no step may be running.
 
         Args:
-            num_steps: decode steps that are expected; 0: not known. A CPU's steps are compiled
-                where that pays off in so many.
+            num_steps: expected number of decode steps; 0: unknown. On a CPU, steps are compiled
+                only if that pays off within this number.
         """
         with self._computing():
             self.check_weights()
@@ -161,7 +161,7 @@ class PagedModel:
             difference: between the rollout and the model's plain forward, for the log.
 
         Returns:
-            False if there is none to switch to.
+            False if there is no slower path.
         """
         finding = ProofFinding(StepPart.FORWARD, "a rollout", difference)
         with self._computing():
@@ -188,6 +188,6 @@ class PagedModel:
 
     def capture_wanted(self) -> None:
         """Capture the CUDA graphs that steps turned out to want; the engine must be paused."""
-        # As `capture_released`.
+        # As in `capture_released`.
         if self.decode_path.is_wanting and not self.is_changed:
             self.warm_up()

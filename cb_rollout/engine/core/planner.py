@@ -23,8 +23,8 @@ from cb_rollout.engine.scheduler.scheduler import MAX_GATHER_RATIO
 class CachePlanner:
     """Divides a device's free memory between training, forwards and the KV cache.
 
-    Also decides how many sequences may run together, and how much memory of the host keeps the keys
-    of preempted ones.
+    Also decides how many sequences may run together, and how much host memory holds the keys of
+    preempted sequences.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class CachePlanner:
             config: the engine's settings.
             runner: runs the model's forwards.
             training: estimates what training holds, and what it will allocate.
-            all_reduce_min: takes this process's number, and returns the smallest one of all
-                processes that share the model's layers. Each of them must call it.
+            all_reduce_min: takes a number, and returns the smallest over all processes that share
+                the model's layers. Each of these processes must call it.
         """
         self._config = config
         self._runner = runner
@@ -58,11 +58,11 @@ class CachePlanner:
 
         Args:
             layout: what the model's layers store.
-            decode_path: holds memory at present.
+            decode_path: the current path, which holds memory.
         """
         if not layout.is_recurrent:
             return self._max_requests
-        # More rows than states fit never run together.
+        # No more rows run together than there is room for recurrent states.
         plan = create_memory_plan(self._memory_model(layout, decode_path))
         return max(1, min(self._max_requests, plan.num_slots))
 
@@ -71,11 +71,11 @@ class CachePlanner:
 
         Args:
             layout: what the model's layers store.
-            decode_path: runs decode steps, and holds memory beside the cache.
+            decode_path: runs decode steps, and holds memory in addition to the cache.
 
         Raises:
-            OutOfCacheMemoryError: not even one block fits, or the states of one sequence.
-            ConfigurationError: `num_blocks` are more than the device has memory for.
+            OutOfCacheMemoryError: there is no room for one block, or for one sequence's states.
+            ConfigurationError: `num_blocks` is more than the device has memory for.
         """
         model = self._memory_model(layout, decode_path)
         plan = require_room(create_memory_plan(model), self._config, self._device)

@@ -1,4 +1,4 @@
-"""Compare a model with its plain forward on what a request brings: images, or an adapter.
+"""Compare a model with its plain forward on the images or the adapter of a request.
 
 Called by a thread that paused the engine.
 """
@@ -54,7 +54,7 @@ class RequestChecks:
             Whether their weights were read now, so that a new policy version must begin.
 
         Raises:
-            ConfigurationError: an adapter cannot run, or computes something else.
+            ConfigurationError: an adapter cannot run, or differs from the training model's forward.
         """
         runner = self._paged_model.runner
         with runner.computing():
@@ -65,16 +65,16 @@ class RequestChecks:
         return is_read
 
     def forget(self) -> None:
-        """Compare everything again: for another layout, a later check may find more, or less."""
+        """Compare everything again: under another layout, a later check may accept more or less."""
         self.images.forget()
         self._adapters.clear()
 
     def forget_deleted_adapters(self) -> None:
-        """Compare an adapter again if it comes again under its name, maybe as another one."""
+        """Forget deleted adapters: a later adapter of the same name may be a different one."""
         self._adapters.intersection_update(self._paged_model.runner.adapters.names())
 
     def _retried(self, run: Callable[[], _Result]) -> _Result:
-        """Run once, and where memory ran out beside the cache, again without the cache."""
+        """Run once; if memory runs out, release the cache and run again."""
         try:
             return run()
         except torch.OutOfMemoryError:

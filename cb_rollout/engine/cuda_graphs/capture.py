@@ -14,7 +14,7 @@ from cb_rollout.errors import error_text
 # Runs a captured step again; returns the tensor of its first run, with new contents.
 Replay = Callable[[], torch.Tensor]
 
-# What torch says of an operator that waits, under `set_sync_debug_mode("warn")`.
+# What torch says about an operator that waits, under `set_sync_debug_mode("warn")`.
 WAIT_WARNING = "called a synchronizing CUDA operation"
 
 # Graphs whose capture failed, each with its error. Torch's allocator of pinned memory (2.11 to
@@ -62,7 +62,7 @@ class CudaCapture:
         caller = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(caller)
         graph = torch.cuda.CUDAGraph()
-        # `torch.cuda.graph` stays in its stream where its end raises; this block leaves it.
+        # `torch.cuda.graph` stays in its stream if its end raises; this block leaves it.
         with torch.cuda.stream(self._stream):
             step()
             with _refusing_waits():
@@ -86,7 +86,7 @@ class CudaCapture:
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                # Kept until the capture has ended, whose own error would hide it.
+                # An error is kept until the capture has ended, whose own error would hide it.
                 try:
                     result = step()
                 except BaseException as error:  # noqa: BLE001  raised below

@@ -96,7 +96,7 @@ class CudaGraphDecoding(StepwiseDecoding):
         """Capture the graphs that are missing, and those that steps want if `with_wanted`."""
         try:
             self._capture_missing(with_wanted=with_wanted)
-            # Those that were captured before memory ran out run too.
+            # Graphs that were captured before memory ran out run too, so they are proved.
             if self._ladder is not None and self._ladder.is_due(self.graphs):
                 self._ladder.settle(self.graphs)
         except Exception as error:  # noqa: BLE001  kernels run what cannot be captured
@@ -179,8 +179,8 @@ class CudaGraphDecoding(StepwiseDecoding):
     def _launch_next(self, running: list[Request], context: StepContext) -> PendingStep | None:
         """Launch the next step before this step's tokens are read; None if it has to wait for them.
 
-        A sequence joined, a smaller graph fits, a sequence's keys change, its blocks would take a
-        preemption, or the step moves recurrent states.
+        It waits if a sequence joined, a smaller graph fits, a sequence's keys change, its blocks
+        would take a preemption, or the step moves recurrent states.
         """
         if not self.looks_ahead:
             return None

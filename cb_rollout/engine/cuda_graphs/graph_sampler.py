@@ -6,7 +6,7 @@ B: rows of a graph, N: most rows, V: vocabulary, U: different parameters.
 """
 
 # pyright: reportCallIssue=false
-# Triton's kernels take launch options beside their arguments.
+# Triton's kernels take launch options besides their arguments.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ class GraphSampler:
         self.results = torch.zeros(max_rows, NUM_RESULTS, dtype=torch.float64, device=device)
         """float64, `[N, NUM_RESULTS]`."""
         self._never_sampled = devices.to_device(sampling.never_sampled or (0,), device)
-        # Of all graphs, because each graph's own would stay in the memory pool beside the others'.
+        # Shared by all graphs, because separate buffers would all stay in the memory pool.
         self._buffers: _Buffers | None = None
 
     def forget(self) -> None:
@@ -129,7 +129,7 @@ class GraphSampler:
         N = lines_LN.shape[1]
         num_parts = -(-V // kernels.CHUNK)
         if self._buffers is None:
-            # In a run before a capture: outside of its pool.
+            # Allocated in a run before the capture, outside of its pool.
             self._buffers = _Buffers(
                 kept_NV=logits_BV.new_empty(N, V),
                 measures=logits_BV.new_empty(N, 5, num_parts, dtype=torch.float32),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-# At most half as many rows again as needed: up to here, a step's time is reading weights.
+# Rounding up adds at most 60% of the needed rows: up to here, a step's time is reading weights.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 # More rows are rounded up to a multiple of this, since each adds to a step's time.
@@ -171,7 +171,7 @@ class GraphedDecoding:
             runner: runs the model's forward inside a step.
             decoding: the attention backend of decode steps.
             max_rows: maximum number of sequences that run together.
-            sampling: settings beside the requests' parameters.
+            sampling: settings besides the requests' parameters.
             capture: captures a step; None: as a CUDA graph.
             row_interval: see `padded_rows`.
             max_graphs: maximum number of graphs to keep; 0: this module's default.
@@ -209,7 +209,7 @@ class GraphedDecoding:
         self.num_bytes = 0
         """Bytes that the captured graphs hold."""
         self.planned_bytes = 0
-        """The most bytes that they held."""
+        """The most bytes that captured graphs held."""
         self.has_hooks = False
         """True while the model has hooks, which a replay would not call: no graph may run."""
 
@@ -423,7 +423,7 @@ class GraphedDecoding:
         return self._sampler.kept(len(batch)).float()
 
     def next_inputs(self) -> tuple[list[int], list[int], list[int]]:
-        """Wait for the last step; return what it left for the step after it, of each row.
+        """Wait for the last step; return what it left in each row for the next step.
 
         Returns:
             The rows' tokens, their lengths with these, and the tokens that each has sampled.

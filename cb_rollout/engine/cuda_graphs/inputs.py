@@ -74,7 +74,7 @@ class GraphInputs:
         requests: Sequence[Request] = (),
         sampling: Mapping[Line, Sequence[float] | np.ndarray] | None = None,
     ) -> None:
-        """Write the rows of one new token, and the sequence and sampling parameters of each.
+        """Write rows with one new token each, and each row's sequence and sampling parameters.
 
         Args:
             batch: the rows.

@@ -260,7 +260,7 @@ class DecodeLadder:
 
 
 class ProvedKernels(StepwiseDecoding):
-    """Steps of kernels that no graph captured, which a ladder proves."""
+    """Decode steps without graphs, whose kernels a ladder proves."""
 
     def __init__(
         self, runner: ModelRunner, ladder: DecodeLadder, others: Sequence[ExecutionPath]

@@ -2,8 +2,7 @@
 
 What is compared is every kernel form that an engine captured: rows that share a prompt, a row that
 is long enough to be cut, short rows, and sampling. Sequences and pages are temporary. Changes
-nothing of the engine; `ladder.py` beside this file acts on what is found. Called by the thread that
-captures.
+nothing in the engine; `ladder.py` acts on the findings. Called by the thread that captures.
 
 B: rows, V: vocabulary.
 """
@@ -40,7 +39,7 @@ SHORT_TOKENS = 5
 # The sequences: two that share their first tokens, one that is cut, one that is short.
 FIRST, SECOND, LONG, SHORT = range(4)
 
-# Sampled rows take turns.
+# Rows take these sampling parameters in turns.
 SAMPLED = (
     SamplingParams(temperature=0.0),
     SamplingParams(),
@@ -55,8 +54,8 @@ MAX_COMPARED = 16
 # Nats by which a kernel's log-probability may be off torch's, of the same logits.
 LOGPROB_TOLERANCE = 1e-3
 
-# A draw that falls on a border may round to either side: a token counts as wrong where draws of
-# every one of these seeds differ.
+# A draw that falls on a border may round to either side: a token counts as wrong only if the draws
+# of all these seeds differ.
 SEEDS = (1, 2)
 
 
@@ -135,7 +134,7 @@ class ProofSequences:
         )
 
     def requests(self, sequences: Sequence[int], seed: int) -> list[Request]:
-        """Return a request for each row, sampled in each of the ways of `SAMPLED` by turns."""
+        """Return a request for each row, sampled with the parameters of `SAMPLED` in turns."""
         requests: list[Request] = []
         for row, number in enumerate(sequences):
             request = Request(
@@ -164,7 +163,7 @@ def _gathering(runner: ModelRunner) -> AbstractContextManager[None]:
 
 
 class Proof:
-    """Gathered logits of a few sequences, and the noise of each, to hold captured steps against."""
+    """Gathered logits of a few sequences, and the noise of each, to compare captured steps with."""
 
     def __init__(self, runner: ModelRunner, layout: CacheLayout, block_size: int) -> None:
         self._runner = runner
@@ -222,7 +221,7 @@ class Proof:
         return findings
 
     def _compositions(self, key: GraphKey, num_rows: int) -> list[list[int]]:
-        """Return the sequences of the rows, of the kinds that the graph is made for."""
+        """Return the sequences of the rows, of the kinds for which the graph was captured."""
         if not key.is_cut:
             # Neighbours that share a prompt would run another graph.
             return [_with_short_rows([FIRST], num_rows)]
@@ -283,7 +282,7 @@ class Proof:
         difference = sampling_difference(found, compared, chosen, logits_BV, graphs.sampling)
         if difference:
             return difference
-        # A step that is launched ahead reads them.
+        # A step that is launched ahead reads these inputs.
         left = graphs.next_inputs()
         lengths = [length + 1 for length in batch.lengths]
         if left != (found.tokens, lengths, [1] * len(rows)):
@@ -312,13 +311,13 @@ def sampling_difference(
     logits_BV: torch.Tensor,
     sampling: GraphSampling,
 ) -> str:
-    """Return how samples differ from torch's own of the same logits; "": not.
+    """Return how samples differ from torch's samples of the same logits; "": they do not.
 
     Args:
         found: the samples of a graph's rows.
-        rows: those to compare.
-        requests: of these rows.
-        logits_BV: float32, of these rows.
+        rows: the rows to compare.
+        requests: the sequences of these rows.
+        logits_BV: float32, the logits of these rows.
         sampling: the settings of all rows.
     """
     device = logits_BV.device

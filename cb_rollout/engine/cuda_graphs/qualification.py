@@ -1,4 +1,4 @@
-"""Choose the settings of an engine on a GPU that did not end a child process.
+"""Choose, for an engine on a GPU, settings that did not end a child process.
 
 An illegal memory access ends a CUDA context, and the process that trains with it. So an engine of a
 model's shape runs in a child first: as configured, then without compilation, then without CUDA
@@ -191,7 +191,7 @@ def _subject(
         otherwise=f"decode steps run {lower.name}",
         if_untried=f"decode steps run {RUNGS[-1].name}",
         limit_seconds=SECONDS_OF_A_TRIAL,
-        # The child's engine has no child of its own.
+        # The child's engine starts no further child.
         environment={SWITCH: "0"},
     )
 
@@ -207,7 +207,7 @@ def small_config(model: PreTrainedModel) -> dict[str, Any]:
     kinds = getattr(config, "layer_types", None) or ["layer"] * num_layers
     kept = _kept_layers(kinds, num_layers)
     for name, value in settings.items():
-        # What a config says of each layer.
+        # A list with an entry for each layer.
         if isinstance(value, list) and len(value) == num_layers:
             settings[name] = [value[index] for index in kept]
     settings["num_hidden_layers"] = len(kept)

@@ -44,7 +44,7 @@ RESULT_LOG_MASS = tl.constexpr(4)
 RESULT_NUM_KEPT = tl.constexpr(5)
 NUM_RESULTS = tl.constexpr(6)
 
-# Bits of a weight in float32 that are searched, two at a time: the sign is 0, and so is the next.
+# Digits of two bits that are searched in a float32 weight: its sign is 0, and so is the next bit.
 NUM_DIGITS = tl.constexpr(15)
 
 # More than any token id.
@@ -112,7 +112,7 @@ def _scores(values, ids, lines, line_stride, row, never, NUM_NEVER: tl.constexpr
         line_stride: numbers from one line to the next.
         row: the row's index.
         never: token ids that are never sampled.
-        NUM_NEVER: how many they are.
+        NUM_NEVER: how many there are.
     """
     for place in tl.static_range(NUM_NEVER):
         values = tl.where(ids == tl.load(never + place), float("-inf"), values)
@@ -271,17 +271,17 @@ def truncate_kernel(
     together. Top-p counts what top-k keeps.
 
     Args:
-        logits: as of `measure_kernel`.
+        logits: as in `measure_kernel`.
         measures: written by `measure_kernel`; `KEPT_SUM` is written here.
         limits: float32, `[rows, NUM_LIMITS]`, to write to.
-        lines: as of `measure_kernel`.
-        never: as of `measure_kernel`.
-        line_stride: as of `measure_kernel`.
-        logits_stride: as of `measure_kernel`.
-        vocab_size: as of `measure_kernel`.
-        num_parts: as of `measure_kernel`.
-        NUM_NEVER: as of `measure_kernel`.
-        CHUNK: as of `measure_kernel`.
+        lines: as in `measure_kernel`.
+        never: as in `measure_kernel`.
+        line_stride: as in `measure_kernel`.
+        logits_stride: as in `measure_kernel`.
+        vocab_size: as in `measure_kernel`.
+        num_parts: as in `measure_kernel`.
+        NUM_NEVER: as in `measure_kernel`.
+        CHUNK: as in `measure_kernel`.
         PARTS_WIDTH: the next power of two of `num_parts`.
     """
     row = tl.program_id(0)
@@ -385,20 +385,20 @@ def draw_kernel(
     Runs a program for each row.
 
     Args:
-        logits: as of `measure_kernel`.
+        logits: as in `measure_kernel`.
         measures: written by `measure_kernel` and `truncate_kernel`.
         limits: written by `truncate_kernel`.
         results: float64, `[rows, NUM_RESULTS]`, to write to.
         lines: of `GraphInputs`; the next step's token, length and index are written.
-        never: as of `measure_kernel`.
-        line_stride: as of `measure_kernel`.
-        logits_stride: as of `measure_kernel`.
-        vocab_size: as of `measure_kernel`.
-        num_parts: as of `measure_kernel`.
-        NUM_NEVER: as of `measure_kernel`.
+        never: as in `measure_kernel`.
+        line_stride: as in `measure_kernel`.
+        logits_stride: as in `measure_kernel`.
+        vocab_size: as in `measure_kernel`.
+        num_parts: as in `measure_kernel`.
+        NUM_NEVER: as in `measure_kernel`.
         IS_PROCESSED: True: log-probabilities are of the distribution that is sampled from.
-        CHUNK: as of `measure_kernel`.
-        PARTS_WIDTH: as of `truncate_kernel`.
+        CHUNK: as in `measure_kernel`.
+        PARTS_WIDTH: as in `truncate_kernel`.
     """
     row = tl.program_id(0)
     if _is_sampled(lines, line_stride, row):

@@ -34,8 +34,8 @@ from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError, error_t
 
 _LOGGER = logging.getLogger(__name__)
 
-# Devices that compile decode steps unless asked not to: a step is a graph there, whose time is that
-# of its kernels.
+# Devices that compile decode steps unless asked not to: there, a step is a graph, which takes the
+# time of its kernels.
 COMPILED_DEVICES = {"cuda"}
 
 # Settings of graphs, and the values of each that do not ask for graphs.
@@ -47,14 +47,14 @@ _GRAPH_SETTINGS = {
 }
 
 
-# Those that also say something of the graphs of one size that `torch.compile` makes.
+# Settings that also apply to the graphs of one size that `torch.compile` makes.
 _STATIC_GRAPH_SETTINGS = ("q_padding_interval_size", "max_cached_graphs")
 
 
 def choose_compilation(runner: ModelRunner, config: RolloutConfig, layout: CacheLayout) -> None:
     """Compile prefill and decode steps, if the settings ask for it or leave it open.
 
-    What is compiled by a `CompileConfig` is compiled now.
+    Whatever a `CompileConfig` compiles is compiled now.
 
     Raises:
         ConfigurationError: a path cannot be compiled as asked.
@@ -172,7 +172,7 @@ def graph_obstacle(device: torch.device) -> str | None:
 
 
 class SlowerPathLog:
-    """Logs what a GPU could run better, in one warning, unless that was said last."""
+    """Logs what a GPU could run faster, in one warning, unless the last warning said the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -187,7 +187,7 @@ class SlowerPathLog:
 
 
 def create_decode_path(runner: ModelRunner, config: RolloutConfig, max_rows: int) -> DecodePath:
-    """Return the path that runs decode steps: the first of `DECODE_PATHS` that this model has.
+    """Return the path that runs decode steps: the first of `DECODE_PATHS` that takes this model.
 
     Args:
         runner: of a model that was checked on pages.
@@ -195,8 +195,8 @@ def create_decode_path(runner: ModelRunner, config: RolloutConfig, max_rows: int
         max_rows: most sequences that run together.
 
     Raises:
-        ConfigurationError: a setting asks for CUDA graphs, and there can be none.
-        OutOfCacheMemoryError: there is no memory for them.
+        ConfigurationError: a setting asks for CUDA graphs, but none can be captured.
+        OutOfCacheMemoryError: there is no memory for the graphs.
     """
     for create in DECODE_PATHS:
         path = create(runner, config, max_rows)
@@ -243,7 +243,7 @@ def _settle(runner: ModelRunner, ladder: DecodeLadder, graphs: GraphedDecoding |
 DecodePathFactory = Callable[[ModelRunner, RolloutConfig, int], DecodePath | None]
 """Creates a decode path of a checked model, as `create_decode_path`; None: this model has none."""
 
-# The first that returns a path has the decode steps.
+# The first that returns a path runs the decode steps.
 DECODE_PATHS: list[DecodePathFactory] = [_create_graphed_or_stepwise]
 
 
@@ -293,7 +293,7 @@ def _try_capture(
 ) -> tuple[GraphedDecoding | None, str | None]:
     """Return graphs that are captured, or the reason why they cannot be.
 
-    What cannot be captured on one rung of the ladder may be on a lower one.
+    A step that cannot be captured on one rung of the ladder may be captured on a lower one.
     """
     assert isinstance(runner.attention_backend, TritonBackend)
     vocab_size = hf_compat.vocab_size(runner.model)

@@ -48,12 +48,12 @@ class StepContext:
     def batch(
         self, requests: Sequence[Request], lengths: Sequence[int], routes: Sequence[Any] = ()
     ) -> ForwardBatch:
-        """Return the rows of a forward: each sequence's tokens up to its length, not computed yet.
+        """Return the rows of a forward: each sequence's uncomputed tokens up to its length.
 
         Args:
-            requests: sequences with blocks for so many tokens.
-            lengths: tokens of each sequence, the last one to compute included.
-            routes: experts that the rows take again, as `ForwardBatch.routes`.
+            requests: sequences with blocks for `lengths` tokens.
+            lengths: tokens of each sequence, including the last token to compute.
+            routes: experts that the rows take again, as in `ForwardBatch.routes`.
         """
         storage = self.storage
         return ForwardBatch.of(requests, lengths, storage.cache, storage.table, routes)
@@ -64,8 +64,8 @@ class StepContext:
         """Compute each sequence's tokens up to `ends` that are not computed yet.
 
         Returns float32 logits after each sequence that ran, `[rows, V]`, the indices of these
-        sequences in `requests`, and the sequences whose rows raised, which ended. Raises if the
-        model runs nothing at all any more, or memory ran out.
+        sequences in `requests`, and the failed sequences, whose rows raised. Raises if the model
+        cannot run anything any more, or if memory ran out.
         """
 
         def forward(rows: Sequence[int]) -> torch.Tensor:
@@ -91,7 +91,7 @@ class StepContext:
         return logits_BV, computed, failed
 
     def _known_routes(self, request: Request) -> Any:
-        """Return the experts that its next tokens took before they lost their blocks."""
+        """Return the experts that its next tokens took before the sequence lost its blocks."""
         routes = request.routed_experts
         if routes is None or request.num_computed >= len(routes):
             return None
@@ -135,7 +135,7 @@ class StepContext:
         """Sample a decode step's tokens, and account for the step; return the sequences."""
         if requests:
             self.sample(requests, logits_BV, is_recurring=True)
-        # A step without memory to sample runs again, or its sequences are preempted.
+        # Not earlier: a step without memory to sample runs again, or its sequences are preempted.
         self.scheduler.complete_decode(requests)
         return requests
 
@@ -171,8 +171,8 @@ def run_isolated(
     """Run a forward over rows `0 .. num_rows - 1`; where it raises, find the rows at fault.
 
     Halves are tried until the bad rows are alone. A `forward` that raises must leave the cache
-    unchanged, or overwrite it when it runs again. An out-of-memory error is raised, and a failed
-    compilation.
+    unchanged, or overwrite it when it runs again. Out-of-memory errors and failed compilations are
+    raised.
 
     Returns float32 logits `[rows, V]` of the rows that ran, these rows, and each bad row's error.
     """

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class StepPart(StrEnum):
-    """The part of a decode step that a finding is of."""
+    """The part of a decode step that a finding concerns."""
 
     FORWARD = "forward"
     SAMPLING = "sampling"
@@ -22,7 +22,7 @@ class ProofFinding:
     difference: str
     """By how much it is off, or the error that it raised."""
     graph: Hashable = None
-    """The key of the graph that ran; None: none did."""
+    """The key of the graph that ran; None: no graph ran."""
 
     def __str__(self) -> str:
         return f"{self.form}: {self.difference}"

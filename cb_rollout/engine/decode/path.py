@@ -1,6 +1,6 @@
 """Define the port of decode steps, and the record that describes how a part of a rollout runs.
 
-Imports no path: `stepwise.py` beside it and `cuda_graphs/` implement the port, and
+Imports no path: `stepwise.py` in this folder and `cuda_graphs/` implement the port, and
 `cuda_graphs/selection.py` chooses one when an engine is made.
 """
 
@@ -20,7 +20,7 @@ class ExecutionPath(NamedTuple):
     obstacle: str = ""
     """The reason why a better way, which no setting forbids, is not taken."""
     proof: str = ""
-    """The proof that it passed before it ran here, and when; "": the model check alone."""
+    """The proof that it passed before it ran here, and when; "": only the model check."""
 
     @property
     def text(self) -> str:
@@ -34,33 +34,33 @@ class DecodePath(Protocol):
     """The way in which an engine's decode steps run.
 
     An engine has one path at a time. It is chosen after the model was checked on pages, and again
-    when the model changes. The executor schedules a step and calls `step`; everything between the
-    scheduled sequences and their new tokens is the path's: forward, sampling, and steps that it
+    when the model changes. The executor schedules a step and calls `step`; the path owns everything
+    between the scheduled sequences and their new tokens: forward, sampling, and steps that it
     launches ahead. `StepwiseDecoding` is the plain path; a subclass of it overrides `step`, and the
-    rest where it keeps something between steps.
+    other methods if it keeps something between steps.
 
     Proof: a path gives the tokens and log-probabilities of the plain path, within the model's own
     rounding. The engine does not check that: the function that creates a path, in `DECODE_PATHS`,
-    proves it on the device that it runs on, and creates another where the proof finds a difference.
-    `tests/invariants/test_fast_path.py` holds the package's own paths to it.
+    proves it on the device that it runs on, and creates another path if the proof finds a
+    difference. `tests/invariants/test_fast_path.py` holds the package's own paths to it.
 
-    Every method is called by the thread that steps the engine, or by one that paused it, with the
-    model in evaluation mode. No two calls overlap.
+    Every method is called by the thread that steps the engine, or by a thread that paused it, with
+    the model in evaluation mode. No two calls overlap.
     """
 
     @property
     def paths(self) -> Sequence[ExecutionPath]:
         """Return how each part of a decode step runs now, with the obstacle to a faster path.
 
-        `generator.paths` and the log show these lines after the one of prefills.
+        `generator.paths` and the log show these lines after the line about prefills.
         """
         ...
 
     @property
     def planned_bytes(self) -> int:
-        """Return the device bytes that the path holds while steps run, beside the KV cache.
+        """Return the device bytes that the path holds while steps run, besides the KV cache.
 
-        The memory plan leaves them out of the cache. `num_bytes` of them are allocated already.
+        The memory plan does not give them to the cache. `num_bytes` of them are allocated already.
         """
         ...
 
@@ -80,7 +80,7 @@ class DecodePath(Protocol):
         ...
 
     def check_weights(self) -> None:
-        """Drop what was made of another model: weights moved, a module replaced, hooks added.
+        """Drop what was made from another model: weights moved, a module replaced, hooks added.
 
         Called before the first step of each batch of work, and before `warm_up`.
         """
@@ -100,25 +100,25 @@ class DecodePath(Protocol):
         step.
 
         Args:
-            num_steps: decode steps that are expected; 0: not known. What pays off later than that
-                is left out.
+            num_steps: expected number of decode steps; 0: unknown. Work that pays off only after
+                more steps is left out.
         """
         ...
 
     def prove(self) -> list[ProofFinding]:
         """Compare steps with the plain path on temporary sequences; change nothing.
 
-        Called by `PagedModel.prove`, and by whoever creates the path.
+        Called by `PagedModel.prove`, and by the function that creates the path.
 
         Returns:
-            The differences beyond rounding; empty for a path that is the plain one.
+            The differences beyond rounding; empty for the plain path.
         """
         ...
 
     def step_down(self, finding: ProofFinding) -> bool:
         """Run steps in a plainer way from now on, because of a difference found in a rollout.
 
-        Called with the engine paused, on a GPU alone: only there is a first rollout compared.
+        Called with the engine paused, and only on a GPU, where the first rollout is compared.
         Returns whether there is a plainer way.
         """
         ...
@@ -128,7 +128,7 @@ class DecodePath(Protocol):
         ...
 
     def launched(self) -> list[Request]:
-        """Return the sequences of a step that is launched already and still run; empty: none.
+        """Return the sequences of an already launched step that still run; empty: no such step.
 
         Their blocks are assigned. The executor passes them to `step` before it schedules another
         step.
@@ -138,9 +138,8 @@ class DecodePath(Protocol):
     def step(self, running: list[Request], context: StepContext) -> list[Request]:
         """Give each sequence its next token; return those that got a token or ended, each once.
 
-        Uses `context` to run forwards, sample, append tokens and count. Where it raises, no
-        sequence may have got a token: the executor calls it again, with fewer sequences if memory
-        ran out.
+        Uses `context` to run forwards, sample, append tokens and count. If it raises, no sequence
+        may have got a token: the executor calls it again, with fewer sequences if memory ran out.
 
         Args:
             running: sequences with blocks for one more token, written to the block table; or those
@@ -150,7 +149,7 @@ class DecodePath(Protocol):
         ...
 
     def forget_rows(self) -> None:
-        """Keep no inputs of the last step: its table rows may belong to other sequences now."""
+        """Forget the inputs of the last step: its table rows may belong to other sequences now."""
         ...
 
     def discard_launched(self) -> None:

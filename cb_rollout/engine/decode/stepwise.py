@@ -97,11 +97,11 @@ def prefill_path(runner: ModelRunner) -> ExecutionPath:
 
 
 def adapter_path(names: Sequence[str], mixing: AdapterMixing) -> ExecutionPath:
-    """Return how sequences run that name one of these adapters.
+    """Return how sequences that name one of these adapters run.
 
     Args:
-        names: of the model's adapters.
-        mixing: what was proved of forwards of several adapters.
+        names: the model's adapters.
+        mixing: what was proved about forwards of several adapters.
     """
     runs = f"{', '.join(names)}: by the model itself, without trace, compilation or CUDA graph"
     proof = ""
@@ -127,5 +127,5 @@ def decode_forward_paths(runner: ModelRunner) -> list[ExecutionPath]:
         ]
     if runner.reads_pages:
         return [ExecutionPath("decode attention", selected.name, selected.reason)]
-    # As a setting asks.
+    # A setting asks for this, so there is no obstacle.
     return [ExecutionPath("decode attention", f"{selected.name} ({selected.reason})")]

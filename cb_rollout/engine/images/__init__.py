@@ -1,1 +1,1 @@
-"""Own images of prompts: their encoding, what a forward takes of them, the check of a model."""
+"""Own images of prompts: their encoding, their tensors for a forward, and the check of a model."""

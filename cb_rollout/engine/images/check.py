@@ -1,4 +1,4 @@
-"""Compare a model on pages with its plain forward, on a prompt with images.
+"""Compare a model's paged forward with its plain forward, on a prompt with images.
 
 Runs in the thread of the first caller with such a prompt, while no step runs. V: vocabulary.
 """
@@ -53,7 +53,7 @@ class ImageChecks:
             layout: of the model's cache.
 
         Raises:
-            ConfigurationError: the model takes no images, or computes them on pages differently.
+            ConfigurationError: the model takes no images, or computes them differently on pages.
         """
         images = request.images
         assert images is not None
@@ -75,18 +75,18 @@ def check_images(
     not be cut there.
 
     Args:
-        runner: runs the model, which has passed `check_model`. It is left as it was.
+        runner: runs the model, which has passed `check_model`; left as it was.
         layout: of the model's cache.
         prompt_ids: a prompt with images.
         images: those of the prompt.
 
     Raises:
-        ConfigurationError: the model takes no images, or computes them on pages differently.
+        ConfigurationError: the model takes no images, or computes them differently on pages.
     """
     _require_readable(runner, layout, images)
     text = text_rows(runner)[0]
-    # Two tokens that are no placeholders for sure: of the text after the prompt's last image, or
-    # of a prompt without images.
+    # Two tokens that are certainly not placeholders: from the text after the prompt's last image,
+    # or from a prompt without images.
     following = prompt_ids[images.num_tokens :][-2:] or text[:2]
     row = [*prompt_ids, following[0], following[-1]]
     prompt = _PagedPrompt(runner, row, text, images)
@@ -145,7 +145,7 @@ def _compare(prompt: "_PagedPrompt", layout: CacheLayout) -> bool:
         is_measured=is_measurable(runner.model, len(prompt.row)),
         can_raise_precision=not runner.is_split,
     )
-    # Surest in float32: a wrong mask of images may be hundredths of a nat off.
+    # The surest comparison is in float32: a wrong mask of images may be hundredths of a nat off.
     surest = in_each_precision[0]
     execution = runner.execution
     if surest.is_higher:
@@ -263,8 +263,8 @@ class _PagedPrompt(NamedTuple):
         elif len(images.images) == 1:
             logits = self._text_logits(prompt[:num_first], 0, 0, pages)
         else:
-            # As a cached prefix has them: another prompt computed these tokens, and knew nothing
-            # of the last image.
+            # As in a cached prefix: another prompt computed these tokens, without knowing the last
+            # image.
             before = images.before(len(images.images) - 1)
             logits = self._prefilled(0, num_first, before, pages)
         self.runner.image_inputs.find_positions([(prompt, images)])

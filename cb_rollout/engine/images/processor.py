@@ -23,7 +23,7 @@ from cb_rollout.errors import ConfigurationError, InvalidRequestError, error_tex
 # Chat templates raise these, deliberately or not; tokenizers raise some for lone surrogates.
 ENCODING_FAULTS = (TemplateError, ValueError, TypeError, KeyError, AttributeError)
 
-# So do processors, for pictures that they do not take, and PIL, for files that are broken.
+# Processors raise these too, for pictures that they do not take, and PIL, for broken files.
 IMAGE_FAULTS = (
     *ENCODING_FAULTS,
     ArithmeticError,
@@ -77,7 +77,7 @@ def is_chat(prompt: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def has_image_parts(chat: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a chat's content holds images, or what is refused as they are not."""
+    """Return whether a chat's content holds images, or parts that are refused."""
     return any(part.get("type") in (*IMAGE_PARTS, *REFUSED_PARTS) for part in _parts(chat))
 
 
@@ -106,7 +106,7 @@ def encoded_row(
 ) -> Any:
     """Return the prompt of `{"prompt": token ids, text or chat, "images": [...]}`, or refuse it.
 
-    `add_generation_prompt`: end a chat with what begins an answer.
+    `add_generation_prompt`: end a chat with the tokens that begin an answer.
     """
     if "input_ids" in row and "images" not in row:
         raise InvalidRequestError(
@@ -157,9 +157,9 @@ def encoded_chat(
     Args:
         chat: the messages.
         processor: the model's.
-        index: place of the chat among the inputs, for errors.
+        index: index of the chat among the inputs, for errors.
         tools: as the chat template takes them.
-        add_generation_prompt: end with what begins an answer.
+        add_generation_prompt: end with the tokens that begin an answer.
     """
     _require_processor(processor, index)
     for part in _parts(chat):
@@ -297,7 +297,7 @@ def _as_rgb(picture: Any) -> Any:
 
 def _of_text(text: str, pictures: list[Any], processor: Any, index: int) -> dict[str, torch.Tensor]:
     """Return what a processor makes of a text and its pictures; `index`: of the input."""
-    # Not every processor refuses other numbers (LLaVA's in transformers 5.17).
+    # Not every processor refuses a wrong number of markers (LLaVA's in transformers 5.17).
     marker = getattr(processor, "image_token", None)
     num_markers = text.count(marker) if isinstance(marker, str) else 0
     if num_markers not in (0, len(pictures)):
@@ -346,7 +346,10 @@ def _per_token(
 
 
 def _of_token_ids(prompt: Any, pictures: list[Any], processor: Any, index: int) -> ImagePrompt:
-    """Return expanded token ids with their pictures; a prompt of markers alone says how many."""
+    """Return expanded token ids with their pictures, or refuse a wrong number of image tokens.
+
+    A prompt of markers alone shows how many image tokens the pictures need.
+    """
     try:
         token_ids = plain_token_ids(prompt)
     except (TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from cb_rollout.engine.memory import device as devices
 
 DIGEST_BYTES = 16
 
-# A part of the names of tensors that hold an image's rows and columns, whose product it takes.
+# Part of the names of tensors with an image's rows and columns; their product counts its patches.
 GRID = "grid"
 MAX_GRID_AXES = 3
 
@@ -155,7 +155,7 @@ class PromptImages:
     def with_images_of(
         self, token_ids: Sequence[int], other: "PromptImages", other_ids: Sequence[int]
     ) -> tuple[list[int], "PromptImages"]:
-        """Return this prompt with the images, and their tokens, of another with the same number.
+        """Return this prompt with the images, and their tokens, of another with as many images.
 
         Args:
             token_ids: this prompt; what follows its T tokens is left out.
@@ -163,7 +163,7 @@ class PromptImages:
             other_ids: the tokens of their prompt.
         """
         T = self.num_prompt_tokens
-        # Of each token of the new prompt: its index in this prompt and the other one, end to end.
+        # For each token of the new prompt: its index in this prompt followed by the other prompt.
         index: list[int] = []
         images: list[Image] = []
         end_of_last = 0
@@ -238,7 +238,7 @@ class ImageInputs:
         return images.arguments(start, stop, self._names, self._device, dtype)
 
     def positions(self, images: PromptImages, start: int, stop: int) -> torch.Tensor:
-        """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; after the prompt, of text."""
+        """Return position ids, `[1, tokens]` or `[A, 1, tokens]`; beyond the prompt, of text."""
         assert images.positions is not None
         assert images.position_offset is not None
         of_prompt = images.positions[..., start:stop].to(self._device)
@@ -254,8 +254,8 @@ class ImageInputs:
         new = [(ids, images) for ids, images in prompts if images.positions is None]
         if not new:
             return
-        # One more token, which is text: where the prompt ends in an image, the next position is not
-        # the last one plus one.
+        # One more token, which is text: after a prompt that ends in an image, the next position is
+        # not the last one plus one.
         text_id = hf_compat.text_token_ids(self._model)[0]
         with multimodal.keeping_position_offsets(self._model):
             for prompt_ids, images in new:
@@ -328,7 +328,7 @@ class _Division(NamedTuple):
     dims: dict[str, int]
     """The dimension along which each tensor was divided."""
     tensors: list[dict[str, torch.Tensor]]
-    """Those of each image."""
+    """The tensors of each image."""
 
 
 def _divided(tensors: Mapping[str, torch.Tensor], lengths: Sequence[int]) -> _Division | None:
@@ -357,12 +357,12 @@ def _shares(
 ) -> _Shares | None:
     """Return each image's share of a tensor; None: it cannot be determined.
 
-    A tensor has one row per image, or one column of a single row; or its rows follow a tensor of
-    grids or counts; or they are proportional to the images' token counts.
+    A share is one row, or one column of a single row, if there are as many as images. Otherwise,
+    rows are divided as a tensor of grids or counts says, or in proportion to the token counts.
 
     Args:
         tensor: the tensor to divide.
-        tensors: all of the prompt's images, by name.
+        tensors: all tensors of the prompt's images, by name.
         lengths: tokens that each image takes.
     """
     N = len(lengths)
@@ -409,7 +409,7 @@ def _about_images(tensors: Mapping[str, torch.Tensor], N: int) -> dict[str, torc
 
 
 def _grid_products(tensors: Mapping[str, torch.Tensor], N: int) -> list[list[int]]:
-    """Return each image's number of patches, by each tensor that holds rows and columns."""
+    """Return each image's number of patches, from each tensor that holds rows and columns."""
     products = []
     for name, tensor in _about_images(tensors, N).items():
         if GRID in name and tensor.dim() == 2 and 1 < tensor.shape[1] <= MAX_GRID_AXES:

@@ -2,9 +2,9 @@
 
 A prefix is a chain of full blocks. A link is keyed by the policy version, its parent link and the
 block's tokens, compared exactly: no hash can collide, and a prefix of another version is never
-matched. A token of an image also has a hash of the pixels. Sequences whose keys differ by their
-length or their adapter have chains from different roots. The scheduler calls it, on the engine's
-thread.
+matched. The key of an image token also has a hash of the pixels. Sequences whose keys differ
+because of their length or adapter have chains from different roots. The scheduler calls it, on the
+engine's thread.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -128,7 +128,7 @@ class BlockManager:
             num_resumable = num_found if images is None else images.num_resumable(num_found)
             if num_resumable == num_found:
                 return shared, node
-            # Whole blocks before an image may end inside of the image before.
+            # Whole blocks before an image may end inside the previous image.
             keys = keys[: num_resumable + 1]
 
     def _root(self, request: Request) -> int:
@@ -138,7 +138,7 @@ class BlockManager:
         return ROOT - number
 
     def allocate_fork(self, follower: Request, leader: Request, num_spare: int) -> bool:
-        """Share the full blocks of the leader's prompt, and allocate a follower's others."""
+        """Share the full blocks of the leader's prompt, and allocate the follower's others."""
         num_shared = 0
         if self.limits.can_share_blocks:
             num_shared = len(leader.prompt_ids) // self.limits.block_size
@@ -167,15 +167,15 @@ class BlockManager:
         return [(request.table_row, index, block) for index, block in new]
 
     def extend_ahead(self, requests: Sequence[Request]) -> list[tuple[int, int, int]] | None:
-        """Allocate a slot for the next token of each running sequence; returns as `extend`."""
+        """Allocate a slot for the next token of each running sequence; see `extend`."""
         size = self.limits.block_size
-        # Asked of every row of every step.
+        # This runs for every row of every step.
         short = [r for r in requests if len(r.token_ids) >= size * len(r.block_ids)]
         if not self.secure(len(short)):
             return None
         entries: list[tuple[int, int, int]] = []
         for request in short:
-            # None cannot come: so many blocks are available.
+            # `extend` does not return None: enough blocks are available.
             entries += self.extend(request, request.num_tokens + 1) or ()
         return entries
 

@@ -1,7 +1,7 @@
 """Hold the rows of a forward: their new tokens, and where their past lies in the cache.
 
-The executor makes it of requests; the model runner, attention backends and CUDA graphs read it.
-Holds lists of numbers, no tensors. Called by the thread that steps the engine.
+The executor makes a batch from requests; the model runner, attention backends and CUDA graphs read
+it. Makes no tensors: rows are lists of numbers. Called by the thread that steps the engine.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """The rows of a forward, a list for each property; some may be empty."""
+    """The rows of a forward, one list for each property; some lists may be empty."""
 
     new_tokens: Sequence[Sequence[int]]
     """Each row's tokens that are not in the cache yet, at least one."""
@@ -31,7 +31,7 @@ class ForwardBatch:
     rope_sides: Sequence[int] = ()
     """`RowRope.side` of each sequence's whole length; empty: of `lengths`."""
     block_ids: Sequence[Sequence[int]] = ()
-    """Blocks of each row's request, by which rows that share a prompt are found; empty: unknown."""
+    """Blocks of each row's request, which show the rows that share a prompt; empty: unknown."""
     routes: Sequence[Any] = ()
     """Experts that each row's first new tokens took before, and take again: arrays of
     `[tokens, L, K]`, or None; empty: there are none."""
@@ -49,11 +49,11 @@ class ForwardBatch:
         table: BlockTable,
         routes: Sequence[Any] = (),
     ) -> "ForwardBatch":
-        """Return each request's tokens up to its length that are not computed, the last always.
+        """Return a batch of each request's uncomputed tokens up to its length, the last always.
 
         Args:
-            requests: sequences with blocks for so many tokens.
-            lengths: tokens of each sequence, the last one to compute included.
+            requests: sequences with blocks for `lengths` tokens.
+            lengths: tokens of each sequence, including the last token to compute.
             cache: holds their keys and states.
             table: holds their blocks.
             routes: see the field; empty, or a record or None for each request.
@@ -65,7 +65,7 @@ class ForwardBatch:
         offsets = [request.position_offset for request in requests]
         adapters = [request.params.adapter for request in requests]
         has_routes = any(record is not None for record in routes)
-        # A request that computes images is alone.
+        # A request that computes images runs alone.
         first = requests[0]
         computes_images = first.num_computed < first.num_image_tokens
         return cls(
@@ -91,7 +91,7 @@ class ForwardBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Return whether each row has one new token, of text, and tokens before it."""
+        """Return whether each row has one new text token, and tokens before it."""
         if self.images is not None:
             return False
         return max(map(len, self.new_tokens)) == 1 and min(self.lengths) > 1
@@ -102,7 +102,7 @@ class ForwardBatch:
 
     @property
     def rows_of_adapters(self) -> dict[str | None, list[int]]:
-        """Return the rows of each adapter; None: those of the active ones."""
+        """Return the rows of each adapter; None: the rows of the active adapters."""
         rows: dict[str | None, list[int]] = {}
         for row, adapter in enumerate(self.adapters or [None] * len(self)):
             rows.setdefault(adapter, []).append(row)

@@ -98,7 +98,7 @@ class CacheLayout:
         return "recurrent states or sparse attention would mix rows that stand end to end"
 
     def at_least(self, dtype: torch.dtype) -> "CacheLayout":
-        """Return the layout with no floating-point dtype of fewer bits than `dtype`."""
+        """Return the layout with at least as many bits as `dtype` in floating-point tensors."""
 
         def raised(spec: TensorSpec | None) -> TensorSpec | None:
             if spec is None or not spec.dtype.is_floating_point:

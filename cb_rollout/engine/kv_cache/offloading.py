@@ -30,11 +30,11 @@ from cb_rollout.engine.request import Request
 
 _LOGGER = logging.getLogger(__name__)
 
-# Devices with memory of their own. On a CPU the keys are in host memory already.
+# Devices with memory apart from the host's. On a CPU the keys are in host memory already.
 OFFLOADED_DEVICES = {"cuda"}
 
-# torch rounds pinned memory up to a power of two, so a segment is one. A sequence takes whole
-# segments, so a small budget has small ones.
+# torch rounds pinned memory up to a power of two, so a segment's size is a power of two. A sequence
+# takes whole segments, so a small budget has small ones.
 MAX_SEGMENT_BYTES = 64 << 20
 MIN_SEGMENT_BYTES = 64 << 10
 NUM_SEGMENTS = 64
@@ -78,7 +78,7 @@ class HostBudget(NamedTuple):
     num_bytes: int
     """0: their keys are recomputed instead."""
     obstacle: str
-    """The reason why `cpu_offload_space` has no effect; "": it has one, or is 0."""
+    """The reason why `cpu_offload_space` has no effect; "": it has an effect, or is 0."""
 
     def all_reduced(self, all_reduce_min: Callable[[int], int]) -> "HostBudget":
         """Return the minimum budget over the processes that share a model's layers."""
@@ -178,7 +178,7 @@ class KVOffloader:
         if request.has_old_keys:
             return False
         kept = self._saved(request, policy_version)
-        # Where one process has no room, none keeps the sequence.
+        # If one process has no room, no process keeps the sequence.
         is_kept = bool(self._all_reduce_min(kept is not None))
         if is_kept:
             self._kept[request.request_id] = kept
@@ -330,7 +330,7 @@ class KVOffloader:
         there_B = torch.empty(len(host_B), dtype=torch.uint8, device=device)
         seconds = 0.0
         for source, target in ((host_B, there_B), (there_B, host_B)):
-            # The first copy may set up what the second one finds.
+            # The first copy may include one-time setup.
             target.copy_(source, non_blocking=True)
             _wait(device)
             started = time.perf_counter()

@@ -129,7 +129,7 @@ class PagedLayer(CacheLayerMixin):
         tokens_TF = new_BHQD.transpose(1, 2).reshape(-1, pages_NF.shape[1])
         if mapping.write_tokens is not None:
             tokens_TF = tokens_TF.index_select(0, mapping.write_tokens)
-        # Under autocast pages hold what attention casts its keys and values to.
+        # Under autocast, pages hold keys and values in the dtype that attention casts them to.
         pages_NF.index_copy_(0, mapping.write_slots, tokens_TF.to(pages_NF.dtype))
         if mapping.read_slots_BS is None:
             return new_BHQD
@@ -220,7 +220,7 @@ class PagedCache(Cache):
         if states.is_recurrent:
             return RecurrentLayer(states, self._num_table_rows, self._device)
         nothing = hf_compat.DummyLayer()
-        # Cross-attention reads the keys of an encoder where this is True; text alone has none.
+        # If this is True, cross-attention reads the keys of an encoder; text alone has none.
         nothing.is_initialized = False
         return nothing
 

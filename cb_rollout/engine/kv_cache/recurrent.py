@@ -1,4 +1,4 @@
-"""Store recurrent and convolution states: of fixed size, a table row for each sequence.
+"""Store recurrent and convolution states of fixed size, in a table with a row for each sequence.
 
 They are gathered before a forward and stored after it, never shared or paged: a fork copies them.
 Where a model takes no transformers `Cache`, `OpaqueStateAdapter` moves them. B: rows.
@@ -68,7 +68,7 @@ class RecurrentLayer(LinearAttentionLayer):
 def _zeros(
     specs: Sequence[TensorSpec | None], num_table_rows: int, device: torch.device
 ) -> list[torch.Tensor | None]:
-    """Return the states of all table rows before any forward; None: the layer leaves one unused."""
+    """Return the states of all table rows before any forward; None for each unused state."""
     tensors: list[torch.Tensor | None] = []
     for spec in specs:
         if spec is None:
@@ -86,7 +86,8 @@ PROBE_ROWS = 2
 class OpaqueStateAdapter:
     """Move recurrent states out of and into the object in which a model returns them.
 
-    It nests tensors; those whose first dimension is the rows are states, and others constants.
+    The object nests tensors. Those whose first dimension is the rows are states; the others are
+    constants.
     """
 
     def __init__(self, short: object, long: object) -> None:
@@ -129,7 +130,7 @@ def _is_state(tensor: torch.Tensor, num_rows: int = PROBE_ROWS) -> bool:
 
 
 def _states(nest: object, num_rows: int = PROBE_ROWS) -> list[torch.Tensor]:
-    """Return the states that an object nests, of a forward of so many rows."""
+    """Return the states that are nested in the result of a forward of so many rows."""
     tensors: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:

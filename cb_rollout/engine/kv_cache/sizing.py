@@ -117,8 +117,8 @@ def create_memory_model(
 def require_room(plan: MemoryPlan, config: RolloutConfig, device: torch.device) -> MemoryPlan:
     """Return the plan for these settings, if a sequence fits.
 
-    Raises `OutOfCacheMemoryError` if not even one block fits, or a sequence's states, and
-    `ConfigurationError` if `num_blocks` are more than the device has memory for.
+    Raises `OutOfCacheMemoryError` if there is no room for one block, or for one sequence's states,
+    and `ConfigurationError` if `num_blocks` is more than the device has memory for.
     """
     if plan.is_fixed and plan.kv_bytes > plan.total_bytes:
         most = plan.total_bytes // plan.bytes_per_block

@@ -64,7 +64,7 @@ class CacheStorage:
     def allocate(self, num_blocks: int, at_least: int = 1) -> int:
         """Allocate `num_blocks` blocks, or as many as fit; return the number allocated.
 
-        The plan may allow less than these, or fix another number. Raises `OutOfCacheMemoryError` if
+        The plan may allow fewer blocks, or fix the number. Raises `OutOfCacheMemoryError` if
         there is no memory for `at_least` blocks.
         """
         wanted = self.plan.num_blocks
@@ -117,7 +117,7 @@ class CacheStorage:
             return None, error
 
     def _num_affordable(self, other_bytes: int = 0) -> int:
-        # A CPU allocates more than it has, and ends the process that uses it.
+        # On a CPU, the system grants more memory than there is, and kills a process that uses it.
         free = devices.memory_after_release(self.device).free_bytes - other_bytes
         return max(0, free) // max(1, self.plan.bytes_per_block)
 

@@ -17,13 +17,13 @@ from cb_rollout.compat.torch import unused_pool_bytes
 from cb_rollout.engine.memory.system import DeviceMemory, system_memory
 from cb_rollout.errors import ConfigurationError, OutOfCacheMemoryError
 
-# Of the free memory, a copy that only saves time takes at most this part.
+# A copy that only saves time takes at most one part in this many of the free memory.
 FREE_PER_COPY = 4
 
-# Between two questions whether a device has finished.
+# Between two checks whether a device has finished.
 POLL_SECONDS = 5e-5
 
-# Devices that did not finish a step; whoever waits for one waits for ever.
+# Devices that did not finish a step; a thread that waits for one of them waits for ever.
 _HUNG: set[torch.device] = set()
 
 STATUS = Path("/proc/self/status")
@@ -147,7 +147,7 @@ def to_host(*tensors: torch.Tensor) -> list[list[Any]]:
     """Return `tolist()` of tensors on one device, in one transfer; integers below 2**53 only."""
     if tensors[0].device.type != "cuda":
         return [tensor.tolist() for tensor in tensors]
-    # In float64 numbers of all dtypes lie in one tensor.
+    # As float64, numbers of all dtypes fit in one tensor.
     flat = [tensor.double().reshape(-1) for tensor in tensors]
     numbers = torch.cat(flat).cpu()
     lists: list[list[Any]] = []
@@ -238,7 +238,7 @@ def plain_modes() -> Iterator[None]:
 def empty_cache(device: torch.device) -> None:
     """Return the allocator's unused memory to the system."""
     if device.type == "cuda":
-        # It waits for the device.
+        # This waits for the device.
         if device not in _HUNG:
             torch.cuda.empty_cache()
     elif device.type == "cpu" and sys.platform == "linux":

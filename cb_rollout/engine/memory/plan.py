@@ -133,13 +133,13 @@ class MemoryModel:
         if self.max_sequence_tokens is not None:
             of_one_row = min(num_blocks, self._blocks_for(self.max_sequence_tokens))
         of_all_rows = self.max_requests * of_one_row
-        # Its tokens limit a prefill of several rows, but not one of a single row.
+        # The batch's tokens limit a prefill of several rows, but not of a single row.
         of_prefill = self._blocks_for(self.history_factor * self.max_batch_tokens)
         num_gathered = max(of_one_row, min(of_prefill, of_all_rows))
         return num_gathered * self.gathered_bytes_per_token * self.block_size
 
     def _blocks_for(self, num_tokens: int) -> int:
-        """Return the blocks that hold so many tokens, the last one maybe in part."""
+        """Return the number of blocks for so many tokens; the last one may be partly filled."""
         return -(-num_tokens // self.block_size)
 
 
@@ -245,12 +245,12 @@ def create_memory_plan(model: MemoryModel) -> MemoryPlan:
         return num_blocks * model.bytes_per_block + model.gathered_bytes_of(num_blocks)
 
     most = budget
-    # Blocks without keys take no memory, also where states fill the budget.
+    # Blocks without keys take no memory, even if states fill the budget.
     if model.bytes_per_token:
         most = max(0, (budget - states) // block_bytes)
     if model.set_blocks is None:
         available = after_forward - states
-        # The most blocks that fit, beside what a forward gathers of them.
+        # The most blocks that fit together with what a forward gathers from them.
         fitting = bisect_right(range(most + 1), available, key=bytes_beside_forward) - 1
         num_blocks = max(0, fitting)
     else:

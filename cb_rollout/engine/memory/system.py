@@ -32,7 +32,7 @@ NO_LIMIT = DeviceMemory(UNLIMITED_BYTES, UNLIMITED_BYTES)
 
 _FREE = operator.attrgetter("free_bytes")
 
-# By number of sharers.
+# The last measurements, by number of sharers.
 _newest: dict[int, DeviceMemory] = {}
 
 

@@ -1,7 +1,8 @@
-"""Estimate the memory of the training beside an engine, then measure it over one full step.
+"""Estimate the memory of training beside an engine, then measure it over one full step.
 
-Until the first optimizer step the peak of torch's allocator, or of the process's resident size, is
-reset whenever the engine becomes idle. Called by the engine's thread; training's records the step.
+Until the first optimizer step, the peak of torch's allocator, or of the process's resident size, is
+reset whenever the engine becomes idle. Called by the engine's thread; the training thread records
+each step.
 """
 
 import weakref
@@ -36,7 +37,7 @@ TENSORS_PER_PARAMETER = {
     "ademamix": 3,
 }
 
-# Adam's two moments, assumed of an optimizer of an unknown class, or where none is known.
+# Adam's two moments, assumed if the optimizer, or its class, is unknown.
 DEFAULT_TENSORS = 2
 
 # Settings that add a tensor each: of SGD and RMSprop, Adam, RMSprop, Adafactor.
@@ -46,10 +47,10 @@ TENSOR_SETTINGS = ("momentum", "amsgrad", "centered", "beta1")
 # states have a float32 scale for every 256 or 128 elements.
 BYTES_PER_ELEMENT = {"8bit": 1 + 4 / 256, "fp8": 1 + 4 / 256, "4bit": 0.5 + 4 / 128, "32bit": 4.0}
 
-# An optimizer, the class of one, or the name of a known one.
+# An optimizer, an optimizer class, or the name of a known optimizer.
 OptimizerOrName = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
-# Those that count the steps of their model's optimizer.
+# Instances that count the steps of their model's optimizer.
 _WATCHERS: "weakref.WeakSet[TrainingMemory]" = weakref.WeakSet()
 
 
@@ -98,9 +99,9 @@ class TrainingMemory:
 
         Args:
             trained: the training model, maybe wrapped.
-            generating: the model that generates: the same, or a copy of it.
+            generating: the model that generates: `trained` itself, or a copy of it.
             device: the device whose memory is planned.
-            optimizer: steps the model, or its class or known name. Without one, training is
+            optimizer: the model's optimizer, its class or its known name. Without one, training is
                 expected if the model is in training mode.
             reserve_gib: memory that training will still allocate; "auto": measured.
 
@@ -134,7 +135,7 @@ class TrainingMemory:
         self.num_steps = 0
         """Steps of the trained model's optimizers; torch counts no write by a fused one (2.13)."""
         self.is_settled = False
-        """True once the memory was planned after that step."""
+        """True once the memory was planned after the first step."""
         _watch_optimizers()
         _WATCHERS.add(self)
 
@@ -237,7 +238,7 @@ class TrainingMemory:
         return self._optimizer()
 
     def _state_bytes(self) -> int:
-        """Return the bytes of the optimizer's states on the device; 0 without a known one."""
+        """Return the bytes of the optimizer's states on the device; 0 if it is not known."""
         optimizer = self._living_optimizer()
         if optimizer is None:
             return 0

@@ -2,7 +2,7 @@
 
 Owns the port `AdapterSource`, and its implementation for adapters inside the generating model. A
 copy with merged adapters has another implementation (`weights/merged.py`). Trains nothing, and
-merges nothing in place. Called by the thread that steps the engine, or by one that paused it.
+merges nothing in place. Called by the thread that steps the engine, or by a thread that paused it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ class AdapterSource(Protocol):
         """Get ready to run adapters, while the engine is paused.
 
         Returns:
-            Whether weights were read that no sync has read, so that a policy version begins.
+            Whether weights were read that no sync has read, so that a policy version must begin.
 
         Raises:
             ConfigurationError: an adapter cannot run here.
@@ -56,7 +56,7 @@ class AdapterSource(Protocol):
         Rows are the first axis of each layer's input. None: there is no such forward.
 
         Args:
-            names: the adapter of each row; None: those that are active.
+            names: the adapter of each row; None: the active adapters.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Check that a model computes the same on pages as in its plain forward, or refuse it.
+"""Check that a model with a paged cache computes the same as its plain forward, or refuse it.
 
 Chooses the batch layout and the attention backend; does not change the runner. Log-probabilities in
 float32 or wider reveal a model that looks ahead, counts positions in its own way, or stores its
@@ -37,10 +37,10 @@ from cb_rollout.errors import ConfigurationError, error_text
 PROMPT_LENGTHS = (4, 7, 4, 5)
 
 # (row, its tokens after the forward): the first forward of a model that computes prompts in chunks.
-# Its rows begin, with two lengths; in the next forward a row continues beside others that begin.
+# Two rows of different lengths begin in it; in the next forward, one continues as others begin.
 CHUNKS = ((1, 4), (3, 5))
 
-# Rows whose bits are compared: more than a vector, and no multiple of one.
+# Lengths of rows whose bits are compared: some exceed a vector, none is a multiple of its length.
 LENGTHS_OF_BITS = (3, 38, 1, 17, 30)
 
 # Small, so that every row has several blocks.
@@ -53,13 +53,13 @@ Forward = Sequence[tuple[int, int]]
 
 
 def check_model(runner: ModelRunner) -> ModelCheck:
-    """Find how a model runs on pages: its cache layout, batch layout and attention backend.
+    """Find how a model runs with a paged cache: cache layout, batch layout and attention backend.
 
     Args:
-        runner: runs the model. It is left as it was; `ModelRunner.use` takes what is found.
+        runner: runs the model, and is left as it was; `ModelRunner.use` takes what is found.
 
     Raises:
-        ConfigurationError: the model agrees with its plain forward under no batch layout.
+        ConfigurationError: the model differs from its plain forward in every batch layout.
     """
     rows = text_rows(runner)
     with eval_mode(runner.model):
@@ -114,14 +114,14 @@ def _with_batch_layout(
     rows: list[list[int]],
     expected: list[Reference],
 ) -> PagedExecution:
-    """Choose the first batch layout under which pages agree with the plain forward.
+    """Choose the first batch layout in which pages agree with the plain forward.
 
     Args:
         runner: runs the model.
         layout: of its cache.
-        execution: the rest of how it runs.
+        execution: its other execution settings.
         rows: tokens to compare on.
-        expected: what the plain forward computes of them.
+        expected: what the plain forward computes for them.
 
     Raises:
         ConfigurationError: no batch layout agrees.
@@ -154,7 +154,7 @@ def _with_backend(
     Args:
         runner: runs the model.
         layout: of its cache.
-        execution: the rest of how it runs, without a backend.
+        execution: its other execution settings, without a backend.
         rows: tokens to compare on.
         expected: what the plain forward computes of them.
     """
@@ -170,7 +170,7 @@ def _with_backend(
     for reference in expected:
         layout_in_dtype = _layout_in_dtype(layout, reference)
         if reference.is_higher and selection.backend.obstacle(runner.device, layout_in_dtype):
-            # Compared in the model's own precision alone.
+            # Compared only in the model's own precision.
             continue
         backend = selection.backend(layout_in_dtype, runner.device)
         selected = replace(selected, attention_backend=backend)
@@ -217,7 +217,7 @@ def compare(
 
 
 def _layout_in_dtype(layout: CacheLayout, reference: Reference) -> CacheLayout:
-    """Return the layout that stores as many bits as a reference was computed in."""
+    """Return the layout, storing at least as many bits as a reference was computed in."""
     return layout.at_least(reference.dtype) if reference.is_higher else layout
 
 
@@ -227,7 +227,7 @@ def difference(
     expected: list[Reference],
     paged: Callable[[CacheLayout], torch.Tensor],
 ) -> tuple[str, Exception | None]:
-    """Return how `paged` differs from references, and an error; "": by rounding alone."""
+    """Return how `paged` differs from references, and an error; "": only by rounding."""
     for reference in expected:
         agreement, failure = attempt(partial(compare, runner, layout, reference, paged))
         if agreement is None:
@@ -239,7 +239,7 @@ def difference(
 
 
 def _refusal(runner: ModelRunner, rows: list[list[int]], differs: str) -> str:
-    """Return the text of the error; `differs` says how the last batch layout does."""
+    """Return the text of the error; `differs` says how the last batch layout differs."""
     name = type(runner.model).__name__
     if runner.is_bitwise:
         return (
@@ -314,7 +314,7 @@ def _advice(runner: ModelRunner, rows: list[list[int]]) -> str:
 
 
 def text_rows(runner: ModelRunner) -> list[list[int]]:
-    """Return prompts and two more tokens each, of distinct ids that stand for text."""
+    """Return prompts with two more tokens each, made of distinct text token ids."""
     return _drawn_rows(runner, [length + 2 for length in PROMPT_LENGTHS])
 
 
@@ -356,7 +356,7 @@ def _after_each(plain: list[torch.Tensor], forwards: list[Forward]) -> torch.Ten
 
 
 def _paged(runner: ModelRunner, rows: list[list[int]], layout: CacheLayout) -> torch.Tensor:
-    """Return the same as `_after_each`, on pages."""
+    """Return the log-probabilities of `_after_each`, computed with a paged cache."""
     cache, table = pages_for(runner, layout, len(rows), max(map(len, rows)))
     logits: list[torch.Tensor] = []
     num_computed = [0] * len(rows)

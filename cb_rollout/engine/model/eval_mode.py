@@ -46,6 +46,6 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
         with _LOCK:
             use.num_users -= 1
             if not use.num_users:
-                # Where an engine is dropped during a step, the model may be collected before this.
+                # If an engine is dropped during a step, the model may be collected before this.
                 _USED.pop(model, None)
                 use.replaced.close()

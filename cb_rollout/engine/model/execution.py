@@ -1,6 +1,7 @@
 """Describe how a model runs on pages: what `check_model` finds, and what a `ModelRunner` is told.
 
-Records only. The runner keeps one and computes by it; whoever checks the model hands it over.
+Records only. The runner keeps a `PagedExecution` and computes by it; the caller that checked the
+model passes it on.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ class BatchLayout(StrEnum):
     """The rows that a model takes together in one forward."""
 
     PACKED = "packed"
-    """All rows, in a prefill one after the other without padding, in a decode step as PADDED."""
+    """All rows: in a prefill one after the other, without padding; in a decode step as PADDED."""
     PADDED = "padded"
     """All rows, left-padded, with a mask and each token's position."""
     EQUAL_LENGTHS = "equal_lengths"
@@ -36,7 +37,7 @@ class PagedExecution:
     """The way in which a runner computes rows on pages."""
 
     backend_selection: BackendSelection
-    """The attention backend that the device and the model can have, and why."""
+    """The attention backend that the device and the model support, and why."""
     attention_backend: AttentionBackend | None = None
     """Reads pages without a gather in decode steps; None: histories are gathered."""
     batch_layout: BatchLayout = BatchLayout.PADDED
@@ -45,13 +46,13 @@ class PagedExecution:
     rope: RowRope
     """The rotary modules whose frequencies depend on a row's length."""
     opaque_states: OpaqueStateAdapter | None = None
-    """Moves the states of a model that keeps them in an object of its own; None: it takes
+    """Moves the states of a model that keeps them in its own object; None: it takes
     transformers' cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheck:
-    """The answer of `check_model` for a model that it accepts."""
+    """The result of `check_model` for a model that it accepts."""
 
     layout: CacheLayout
     """The tensors that each layer stores."""
@@ -60,9 +61,9 @@ class ModelCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCheck:
-    """The answer of `check_images` for one kind of prompts with images."""
+    """The result of `check_images` for one kind of prompts with images."""
 
     casts_pixels: bool
-    """True: the forward takes pixels in the model's dtype alone."""
+    """True: the forward takes pixels only in the model's dtype."""
     may_cut: bool
     """True: a forward may begin between two images of a prompt."""

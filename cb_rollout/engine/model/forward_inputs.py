@@ -23,7 +23,7 @@ class ForwardInputs:
     input_ids: torch.Tensor
     """`[B, Q]`; `[1, N]` where rows are packed."""
     positions: torch.Tensor
-    """int64; each token's position id, of A axes where images have some."""
+    """int64; each token's position id, on A axes if images have several."""
     mask: torch.Tensor
     mapping: SlotMapping
     segments: list[Segment] | None = None
@@ -103,7 +103,7 @@ def _segments(num_new: Sequence[int], lengths: Sequence[int]) -> list[Segment]:
 
 
 def padded_inputs(batch: ForwardBatch) -> ForwardInputs:
-    """Return the new tokens of each row, left-padded to those of the longest."""
+    """Return the new tokens of each row, left-padded to the longest row's number."""
     device = batch.table.blocks.device
     num_new = batch.num_new
     is_fresh = batch.is_fresh

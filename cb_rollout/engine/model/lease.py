@@ -1,6 +1,6 @@
 """Hold a model for rollouts while there is work, and hand it back to training in between.
 
-Called by the thread that steps the engine, or by one that paused it.
+Called by the thread that steps the engine, or by a thread that paused it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ class ModelLease:
     """One engine's use of a model that training uses too.
 
     Owns the model's evaluation mode and the operators of `numerics="bitwise"` while there is work,
-    and the event behind which the thread that trains gave the model back.
+    and the event that was recorded when the training thread gave the model back.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class ModelLease:
         device: torch.device,
         numerics: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Hold nothing yet; the work of the calling thread so far is waited for.
+        """Hold nothing yet; `begin` waits for the calling thread's work so far.
 
         Args:
             model: generates.
             device: the model's.
-            numerics: returns what the model's forwards run in.
+            numerics: returns the context of the model's forwards.
         """
         self._model = model
         self._device = device

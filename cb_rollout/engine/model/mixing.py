@@ -1,7 +1,7 @@
 """Decide whether rows of several adapters run in one forward, and check that forward.
 
-The base's products are then computed once for all rows. The first step of each set of adapters runs
-both ways, and counts only as the forwards of each adapter. Called by the thread that steps the
+The base model's products are then computed once for all rows. The first step of each set of
+adapters runs both ways, and only the separate forwards count. Called by the thread that steps the
 engine. B: rows, V: vocabulary.
 """
 
@@ -41,7 +41,7 @@ class AdapterMixing:
         self._runner = runner
         self._verdicts: dict[frozenset[str | None], bool] = {}
         self.obstacle = ""
-        """Reason why a set of adapters was not mixed last; "": there is none."""
+        """Why mixing adapters was last refused; "": it never was."""
 
     @property
     def has_proved(self) -> bool:
@@ -49,7 +49,7 @@ class AdapterMixing:
         return any(self._verdicts.values())
 
     def forget(self) -> None:
-        """Prove anew: the model is another."""
+        """Prove every set again, because the model changed."""
         self._verdicts.clear()
         self.obstacle = ""
 
@@ -69,7 +69,7 @@ class AdapterMixing:
             return None
         if verdict is None:
             logits_BV = self._attempt(batch, mixed)
-            # Last, so that the keys in the cache are those of the proved forwards.
+            # Last, so that the cache keeps the keys of the separate forwards.
             expected_BV = by_adapter(batch)
             if logits_BV is not None:
                 self._verdicts[adapters] = self._agrees(batch, logits_BV, expected_BV)
@@ -86,7 +86,7 @@ class AdapterMixing:
     def _agrees(
         self, batch: ForwardBatch, logits_BV: torch.Tensor, expected_BV: torch.Tensor
     ) -> bool:
-        """Return whether one forward gave the logits of those for each adapter, to rounding."""
+        """Return whether one forward gave the logits of the separate ones, up to rounding."""
         expected = [expected_BV.log_softmax(-1)]
         noise = rounding_noise(expected, None, self._runner.rounding_dtype)
         agreement = agrees([logits_BV.log_softmax(-1)], expected, noise)

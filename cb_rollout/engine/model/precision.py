@@ -17,7 +17,7 @@ from cb_rollout.config.rollout import (
 )
 from cb_rollout.errors import ConfigurationError
 
-# accelerate's words; its others ("no", "fp8") leave the forward as it is.
+# accelerate's names; its others ("no", "fp8") leave the forward as it is.
 MIXED_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,7 +62,7 @@ def rollout_precision(config: RolloutConfig, model: torch.nn.Module, accelerator
 
 
 def autocast_alone(config: RolloutConfig, model: torch.nn.Module) -> torch.dtype | None:
-    """Return the autocast dtype without a generator, whose settings are refused; None: none."""
+    """Return a lone manager's autocast dtype or None; refuse generators' and trainers' settings."""
     needs_trainer = "a manager alone has no trainer; use cb_rollout.attach(trainer, config)"
     require_unused(config, TRAINER_FIELDS, needs_trainer)
     needs_generator = "a manager alone syncs no weights; use a RolloutGenerator, and its .manager"

@@ -74,9 +74,9 @@ class RecordingCache(DynamicCache):
         Args:
             own_attention: the model's attention function.
             module: the layer that calls it.
-            query: as of `own_attention`.
-            key: as of `own_attention`.
-            value: as of `own_attention`.
+            query: as in `own_attention`.
+            key: as in `own_attention`.
+            value: as in `own_attention`.
             args: further arguments of `own_attention`.
             kwargs: further arguments of `own_attention`.
         """
@@ -87,7 +87,7 @@ class RecordingCache(DynamicCache):
             self.recorded[layer_idx] = (_cast(key_spec, dtype), _cast(value_spec, dtype))
         return own_attention(module, query, key, value, *args, **kwargs)
 
-    # Without attention layers, transformers 5.23 raises in the next two.
+    # Without attention layers, transformers 5.23 raises in the next two methods.
     def _has_attention(self) -> bool:
         return any(isinstance(layer, CacheLayerMixin) for layer in self.layers)
 

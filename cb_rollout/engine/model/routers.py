@@ -28,8 +28,8 @@ TOPK = (torch.topk, torch.Tensor.topk)
 # Stands for a token without a record: its router chooses for itself.
 UNKNOWN = -1
 
-# Rows and tokens of the forwards that are watched: the last size of a score that counts keys, as a
-# sparse attention's does, differs between the two.
+# Rows and tokens of the two watched forwards. They differ, so that scores over keys, as in a sparse
+# attention, have different last sizes.
 WATCHED_SIZES = ((2, 4), (1, 5))
 
 # Gets a router's number, its scores, and what `torch.topk` returned for them; returns the same or
@@ -61,7 +61,7 @@ class Routers:
 
     sites: tuple[RouterSite, ...]
     num_experts: int
-    """Of the router with the most."""
+    """Number of experts of the router with the most."""
     num_chosen: int
     """Experts of a token, K."""
 
@@ -92,7 +92,7 @@ class Routers:
         routes_NLK: torch.Tensor | None,
         counts: "Disagreement | None" = None,
     ) -> AbstractContextManager[None]:
-        """Make a forward of an unwrapped model use recorded experts, also when it is recomputed.
+        """Make a forward of an unwrapped model use recorded experts, even when it is recomputed.
 
         `routes_NLK` comes from `joined_routes`; `counts` counts the router choices that differ from
         it.
@@ -168,7 +168,7 @@ class RouteRecorder:
         """Set recorded experts for the first tokens of each row of the next forward.
 
         Args:
-            routes: an array `[tokens, L, K]` or None for each row; empty: no row has one.
+            routes: an array `[tokens, L, K]` or None for each row; empty: there are no arrays.
             num_new: tokens of each row in the forward.
             device: the model's.
             is_padded: rows are left-padded to the longest; False: they are concatenated.
@@ -285,7 +285,7 @@ def find_routers(model: torch.nn.Module, forward: WatchedForward) -> Routers:
 
 
 def _watched(model: torch.nn.Module, forward: WatchedForward, size: tuple[int, int]) -> list[_TopK]:
-    """Return each `torch.topk` over a row of scores for each token, with the innermost module."""
+    """Return each `torch.topk` over one row of scores per token, with its innermost module."""
     calls: list[_TopK] = []
     # The modules that run, each with its number of calls.
     modules: list[list[Any]] = []

@@ -88,7 +88,7 @@ class ModelRunner:
         self.execution = PagedExecution(
             backend_selection=select_backend(self.device), rope=RowRope(model)
         )
-        """Layouts and backend by which rows are computed on pages; see `use`."""
+        """Layouts and backend with which rows are computed on pages; see `use`."""
         self.is_bitwise = is_bitwise
         self.is_split = is_split
         self.reads_pages = reads_pages
@@ -108,7 +108,7 @@ class ModelRunner:
         self.mixing = AdapterMixing(self)
         """Knows which adapters one forward may mix."""
         self._runs_named_adapters = False
-        """True while other adapters compute than those that are active."""
+        """True while adapters other than the active ones compute."""
         cache_argument = self.facts.cache_argument
         if cache_argument is None:
             raise ConfigurationError(
@@ -132,7 +132,7 @@ class ModelRunner:
             self.execution = before
 
     def use_images(self, checked: ImageCheck) -> None:
-        """Pass pixels to the model in the way that a check found, from now on."""
+        """Pass pixels to the model as a check found, from now on."""
         self.image_inputs.casts_pixels = checked.casts_pixels
 
     def numerics(self) -> AbstractContextManager[Any]:
@@ -287,7 +287,7 @@ class ModelRunner:
 
     @property
     def rounding_dtype(self) -> torch.dtype:
-        """Return the dtype that forwards round to: of TF32, one with as many digits."""
+        """Return the dtype that forwards round to; for TF32, a dtype with as many digits."""
         is_tf32 = self.computes_coarsely and self.compute_dtype == torch.float32
         return torch.float16 if is_tf32 else self.compute_dtype
 
@@ -341,7 +341,7 @@ class ModelRunner:
     def _may_mix(self, batch: ForwardBatch) -> bool:
         """Return whether one forward may have rows of several adapters.
 
-        A first one is compared with the forwards of each adapter, so no recurrent state may move.
+        The first such forward is compared with one per adapter, so no recurrent state may move.
         """
         if not batch.is_decode or self.is_split or self.is_bitwise or self.recorder is not None:
             return False
@@ -496,7 +496,7 @@ class ModelRunner:
 
     @contextmanager
     def _attending(self, segments: Sequence[Segment]) -> Iterator[None]:
-        # Longer rows may come than these, and than those of the model check.
+        # Later rows may be longer than these, and than those of the model check.
         attend = PackedAttention(segments, self.device, max_length=sys.maxsize)
         try:
             with hf_compat.replacing_attention(attend):
@@ -518,8 +518,8 @@ class ModelRunner:
 
         Args:
             token_ids: the row.
-            model: computes it; None: the runner's own module.
-            beside: other rows of the forward, of as many tokens.
+            model: the model that computes it; None: the runner's own module.
+            beside: other rows of the forward, with as many tokens.
             images: those of the prompt that begins the tokens; None: they are text.
             num_last: number of last tokens whose logits are returned; 0: all.
         """
@@ -566,8 +566,8 @@ class ModelRunner:
         """Call the model; return logits after each row's last token, in its dtype, `[B, V]`.
 
         Args:
-            input_ids_BQ: the new tokens; `[1, N]` where one row packs all.
-            mask_BS: True or 1 for the tokens of each row, as the model takes it; None: it has none.
+            input_ids_BQ: the new tokens; `[1, N]` where one row packs all rows.
+            mask_BS: True or 1 for the tokens of each row, as the model takes it; None: no mask.
             positions_BQ: position ids; None: the model counts them.
             cache: holds the history, and takes the new tokens' states.
             others: more arguments.
@@ -617,7 +617,7 @@ class ModelRunner:
         arguments: dict[str, object],
         model: torch.nn.Module | None = None,
     ) -> Any:
-        # A wrapper may have a length, and be empty.
+        # Compared with None, since a wrapper may have a length of 0.
         called: torch.nn.Module = self.model if model is None else model
         if self._autocast_dtype is not None and model is None:
             called = accelerate_compat.below_accelerate(self.model)
@@ -633,9 +633,9 @@ class ModelRunner:
 def prompt_logprobs(
     runner: ModelRunner, token_ids: list[int], temperature: float, num: int
 ) -> list[dict[int, tuple[float, int]]]:
-    """Return the log-probability and rank, from 1, of tokens in place of each but the first.
+    """Return the log-probability and rank, from 1, of tokens at each position but the first.
 
-    They are the `num` most likely ones and the token itself, by id.
+    They are the `num` most likely tokens and the prompt's own token, by id.
     """
     logits_NV = runner.plain_logits(token_ids)
     logprobs_TV = (logits_NV[:-1] / temperature).log_softmax(-1)
@@ -644,7 +644,7 @@ def prompt_logprobs(
     ranks_T1 = (logprobs_TV > chosen_T1).sum(-1, keepdim=True) + 1
     top_TK, ids_TK = logprobs_TV.topk(num, -1)
     top_ranks_TK = torch.arange(1, num + 1, device=runner.device).expand_as(ids_TK)
-    # The likeliest tokens of each place, and the token itself.
+    # The likeliest tokens at each position, and the prompt's own token.
     ids = torch.cat([ids_TK, own_T1], 1).tolist()
     values = torch.cat([top_TK, chosen_T1], 1).tolist()
     ranks = torch.cat([top_ranks_TK, ranks_T1], 1).tolist()

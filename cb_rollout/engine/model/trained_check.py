@@ -1,8 +1,8 @@
 """Check that the user's training object and the generating module compute the same.
 
-That module is the innermost one, or a copy of it. A wrapper may compute something itself, and a
-copy has what the model's config says. Changes nothing. Called when an engine is made or follows
-another model.
+The generating module is the innermost module of the training object, or a copy of it. A wrapper may
+compute something itself, and a copy computes what the model's config says. Changes nothing. Called
+when an engine is made or follows another model.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from cb_rollout.engine.numerics.agreement import (
 )
 from cb_rollout.errors import ConfigurationError, error_text
 
-# Short rows of text that are compared.
+# Number of short text rows that are compared.
 NUM_ROWS = 2
 
 
@@ -94,7 +94,7 @@ def _difference(
     if through_wrappers is None:
         return f"fails ({error_text(failure)})", failure
     if all(map(torch.equal, own, through_wrappers)):
-        # So it is as a rule, and the rounding need not be measured.
+        # This is the usual case, and the rounding need not be measured.
         return "", None
     if facts.module is not runner.model:
         # The weights of a copy were rounded, so a higher precision would show another model.

@@ -1,6 +1,6 @@
 """Follow the training model: its wrappers, and the function that its weights compute.
 
-Called by the thread that steps the engine, or by one that paused it.
+Called by the thread that steps the engine, or by a thread that paused it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -55,13 +55,14 @@ class TrainingModel:
             ConfigurationError: they differ by more than rounding.
         """
         check_trained_model(self._runner, self.module)
-        # Packed while the adapters were moved.
+        # Weights were packed while the adapters were moved.
         self._runner.packed_linear.forget()
 
     def check_adapter(self, name: str) -> None:
         """Compare both forwards under one adapter, in the numerics of the runner; raise as `check`.
 
-        Where a copy generates, adapters are merged into it, and the model may be training.
+        Nothing is compared where a copy generates: adapters are merged into it, and the model may
+        be training.
 
         Args:
             name: of an adapter that the runner is ready to run.
@@ -90,17 +91,17 @@ class TrainingModel:
         self._checked_wrappers = state
 
     def follow(self, module: torch.nn.Module) -> None:
-        """Take a training model that was wrapped anew, and check what its forward computes."""
+        """Follow a training model that was wrapped again, and check what its forward computes."""
         self.module = module
-        # A copy has the weights of the last sync: it is compared after the next.
+        # A copy has the weights of the last sync: it is compared after the next one.
         if not self.is_copied:
             self.check_wrappers()
 
     def has_changed(self, num_steps: int) -> bool:
-        """Return whether the module that generates computes something else than at the last look.
+        """Return whether the module that generates computes something else than at the last call.
 
         A write to a weight or a buffer changes it, and so do a setting and the active adapters. A
-        copy changes by a sync alone, and is not looked at.
+        copy changes only by a sync, and is not checked here.
 
         Args:
             num_steps: steps of the model's optimizers so far.

@@ -25,8 +25,8 @@ LARGEST_MULTIPLE = 25.0
 # Root-mean-square of one rounding, as a share of the unit in the last place.
 ROUNDING = 1 / math.sqrt(12)
 
-# The noise of a value that is assumed where it was not measured, in roundings of the value. float32
-# rounds its sums too; 16 bits are summed in float32. SmolLM2-135M measures 20, in 16 bits 2 to 6.
+# Noise that is assumed for a value if it was not measured, in roundings of the value. float32 also
+# rounds its sums; 16 bits are summed in float32. SmolLM2-135M measures 20, and 2 to 6 in 16 bits.
 FLOAT32_ROUNDINGS = 60
 HALF_ROUNDINGS = 8
 
@@ -37,7 +37,7 @@ LEAST_SIZE = 10.0
 # Nats below which a token is excluded: its probability is 0 in every dtype.
 EXCLUDED = -1e4
 
-# Sequences of a rollout whose rounding is measured; that of the others is taken to be the same.
+# Sequences of a rollout whose rounding is measured; the others' is assumed to be the same.
 NUM_MEASURED = 2
 
 # The largest float64 forward that takes a CPU only seconds, in tokens times parameters.
@@ -240,7 +240,7 @@ def has_fast_double(device: torch.device) -> bool:
 
 
 def _distances(found: Values, expected: Values, unknown: float) -> list[torch.Tensor]:
-    """Return the absolute differences at each position, flat, float64; `unknown`: for NaN."""
+    """Return absolute differences at each position, flat, float64; `unknown`: for NaN, infinity."""
     distances = []
     for a, b in zip(found, expected, strict=True):
         if a.numel():

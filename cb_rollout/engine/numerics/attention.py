@@ -39,7 +39,7 @@ def attend(
         key: `[B, K, S, D]`.
         value: `[B, K, S, E]`.
         attention_mask: broadcasts to `[B, H, Q, S]`, True or 0 where a key is seen; None: causal.
-        arguments: what the layer passes to its function beside these.
+        arguments: what the layer passes to its function besides these.
 
     Returns:
         `[B, Q, H, E]`, and no weights.
@@ -134,7 +134,7 @@ class _Call(NamedTuple):
     module: torch.nn.Module
     mask: torch.Tensor | None
     arguments: dict[str, Any]
-    """Arguments that the layer passed to its function beside states and mask."""
+    """Arguments that the layer passed to its function besides states and mask."""
     settings: dict[str, Any]
     """The kernel's other arguments."""
 

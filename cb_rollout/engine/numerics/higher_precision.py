@@ -121,7 +121,7 @@ class _Upcast(TorchDispatchMode):
         for target, value in pairs:
             if target is not value and isinstance(target, torch.Tensor):
                 target.copy_(value)
-        # An operator returns what it wrote into; only a single one is in use by models.
+        # An operator returns what it wrote into; models use only those that write into one input.
         if len(given) == 1 and isinstance(result, torch.Tensor):
             return given[0]
         return result

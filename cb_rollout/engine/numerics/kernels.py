@@ -106,14 +106,14 @@ def attend(
     """Attend with every query to the keys that its mask allows, in order.
 
     Args:
-        query_BHQD: on a CPU, in one of `DTYPES`, as all three states.
+        query_BHQD: on a CPU, in one of `DTYPES`, as are all three states.
         key_BKSD: H is a multiple of K.
-        value_BKSE: as the keys.
+        value_BKSE: like the keys.
         mask: broadcast to `[B, H, Q, S]`: bool, True where a key is seen, or numbers to add; None:
             all keys are seen.
         scale: multiplies the scores.
         is_causal: the last query sees all keys, and each one before sees one less.
-        softcap: bounds the scores; None: does not.
+        softcap: bounds the scores; None: no bound.
         sinks_H: a score for each head that takes its share and gives no value; None: none.
 
     Returns:
@@ -187,7 +187,7 @@ def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
 def kernel(name: str, dtype: torch.dtype, **sizes: int) -> Callable[..., Any]:
     """Compile a kernel of `native/`, once per machine, and load it after it passed its trial.
 
-    `sizes`: constants of the source, by which the compiler unrolls loops.
+    `sizes`: constants of the source, with which the compiler unrolls loops.
 
     Raises:
         UnprovedError: it failed its trial in a child process, or the trial could not run.

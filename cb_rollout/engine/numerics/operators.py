@@ -67,7 +67,7 @@ def torchs_own() -> Iterator[None]:
 def summable(weights: torch.Tensor) -> torch.Tensor:
     """Return numbers from 0 to 1 as float64 whose sums are exact up to 131,072, in any order.
 
-    Each is rounded to a multiple of 2**-36. Gradients pass as they are.
+    Each is rounded to a multiple of 2**-36. Gradients pass unchanged.
     """
     return weights.double() + _ROUNDING - _ROUNDING
 
@@ -196,9 +196,9 @@ def _grouped_mm(
 
     Args:
         rows_BK: the rows, one group after another.
-        weights_GKN: a matrix of each group.
+        weights_GKN: a matrix for each group.
         offs: the row at which each group ends.
-        bias: None, or torch computes it.
+        bias: None; with a bias, torch computes it.
         out_dtype: dtype of the outputs; None: that of the rows.
     """
     if rows_BK.dim() != 2 or weights_GKN.dim() != 3:
@@ -229,23 +229,23 @@ def _attention(
     """Attend for a model that calls torch's function directly (Falcon in transformers 5.23).
 
     Args:
-        query_BHQD: as the next two, of one dtype.
+        query_BHQD: queries, of the same dtype as the next two.
         key_BKSD: keys.
         value_BKSE: values.
         dropout_p: share of the weights that are dropped.
         is_causal: each query sees the keys up to its own.
         attn_mask: see `kernels.attend`.
-        scale: multiplies the scores; None: by the size of a key.
+        scale: multiplies the scores; None: one over the root of D.
 
     Returns:
-        The outputs, `[B, H, Q, E]`, and the logarithms of the sums; None: torch's own attends.
+        The outputs, `[B, H, Q, E]`, and the logarithms of the sums; None: torch computes it.
     """
     Q, D = query_BHQD.shape[2:]
     S = key_BKSD.shape[2]
     if dropout_p or (is_causal and Q != S) or not _are_supported(query_BHQD, key_BKSD, value_BKSE):
         return None
     with torchs_own():
-        # The backward pass takes the second, the logarithms of the sums.
+        # The backward pass takes the second output, the logarithms of the sums.
         _, logsumexp_BQH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query_BHQD,
             key_BKSD,
@@ -345,7 +345,7 @@ def _softmax(x: torch.Tensor, half_to_float: bool) -> torch.Tensor:
 
 
 def _safe_softmax(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """Return zeros if every score is minus infinity."""
+    """Return softmax, with zeros where every score is minus infinity."""
     if dtype not in (None, x.dtype):
         return None
     _, weights, sums = _exponentials(x)
@@ -368,7 +368,7 @@ def _output_dtype(x: torch.Tensor, half_to_float: bool) -> torch.dtype:
 def _exponentials(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest numbers of the last dimension, the exponentials over it, and their sums.
 
-    They are added as `summable`, in any order and with any number of zeros between.
+    The exponentials are added as `summable`, in any order and with any number of zeros between.
     """
     x = x.float()
     peaks = x.amax(-1, keepdim=True)

@@ -21,7 +21,7 @@ def redrawn_rounding(dtype: torch.dtype, seed: int) -> Iterator[None]:
     change. Processes that share a forward must pass the same seed.
 
     Args:
-        dtype: the forward's precision, whose unit is taken; under autocast that of the products.
+        dtype: the forward's precision, whose unit is taken; under autocast, that of the products.
         seed: chooses the errors; one seed gives the same bits again.
     """
     with _MovedEmbeddings(dtype, seed):

@@ -1,1 +1,1 @@
-"""Own the way from logits to tokens and log-probabilities, for `executor` and `cuda_graphs`."""
+"""Turn logits into tokens and log-probabilities, for `executor` and `cuda_graphs`."""

@@ -35,7 +35,7 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 LARGEST_CHUNK = 256
 SMALLEST_CHUNK = 16
 
-# The exponentials that a CPU computes at once take so many bytes, which its cache holds.
+# Bytes of the exponentials that a CPU computes at once, which fit its cache.
 CPU_BYTES = 2 << 20
 
 
@@ -72,7 +72,7 @@ class SamplingBatch:
     """The largest `top_logprobs` of all rows."""
 
     def scaled(self, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the logits over the rows' temperatures; the same tensor if all are 1."""
+        """Return the logits divided by the rows' temperatures; the same tensor if all are 1."""
         if self.temperatures_B is None:
             return logits_BV
         return logits_BV / self.temperatures_B[:, None]
@@ -142,7 +142,7 @@ class Exponentials(NamedTuple):
     """Sums of each row's unnormalized probabilities. C: chunks of the vocabulary."""
 
     logits_BV: torch.Tensor
-    """float32, what the sums are of; `draw` reads them again."""
+    """float32, whose exponentials are summed; `draw` reads them again."""
     peaks_B1: torch.Tensor
     """The largest logit, whose unnormalized probability is 1."""
     sums_BC: torch.Tensor
@@ -157,7 +157,7 @@ def exponentials(logits_BV: torch.Tensor) -> Exponentials:
     peaks_B1 = logits_BV.amax(-1, keepdim=True)
     num_rows = max(1, B)
     if logits_BV.device.type == "cpu":
-        # What fits a CPU's cache is not written to memory, of which each new page costs time.
+        # Numbers that fit a CPU's cache are not written to memory, where each new page costs time.
         num_rows = max(1, CPU_BYTES // (4 * V))
     sums: list[torch.Tensor] = []
     parts = zip(logits_BV.split(num_rows), peaks_B1.split(num_rows), strict=True)
@@ -184,7 +184,7 @@ def _chunk_size(vocab_size: int) -> int:
 
 
 def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Find each row's uniform number in its distribution; never a token of probability zero."""
+    """Find the token at each row's uniform number; never a token of probability zero."""
     logits_BV, peaks_B1, sums_BC, _ = exponentials
     logits_BCN = _chunks(logits_BV)
     chunks_B1, points_B1 = _find(sums_BC, (uniforms_B * sums_BC.sum(-1))[:, None])
@@ -195,7 +195,7 @@ def draw(exponentials: Exponentials, uniforms_B: torch.Tensor) -> torch.Tensor:
 
 
 def _find(sums_BK: torch.Tensor, points_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find which of K intervals (float64 lengths), end to end, has a point >= 0, and its offset."""
+    """Find which of K adjacent intervals (float64 lengths) holds a point >= 0, and its offset."""
     totals_B1 = sums_BK.sum(-1, keepdim=True)
     ends_BK = cumulative_units(sums_BK, totals_B1)
     # Rounding must not lead past the end, to a token of probability zero.
@@ -276,9 +276,9 @@ class _Truncated(NamedTuple):
 
     logits_BV: torch.Tensor
     log_mass_R: torch.Tensor | None = None
-    """As of `Sampled`."""
+    """As in `Sampled`."""
     kept_RV: torch.Tensor | None = None
-    """As of `Sampled`."""
+    """As in `Sampled`."""
 
 
 def _truncated(logits_BV: torch.Tensor, batch: SamplingBatch) -> _Truncated:
@@ -306,5 +306,5 @@ def _most_likely(
 
 
 def chosen_logprobs(logits_BV: torch.Tensor, token_ids_B: torch.Tensor) -> torch.Tensor:
-    """Return float32 log-softmax at the tokens, `[B]`, as TRL's `selective_log_softmax`."""
+    """Return float32 log-softmax at the tokens, `[B]`, like TRL's `selective_log_softmax`."""
     return logits_BV.gather(1, token_ids_B[:, None])[:, 0] - logits_BV.logsumexp(-1)

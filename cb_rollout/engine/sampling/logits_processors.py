@@ -30,7 +30,7 @@ from cb_rollout.engine.request import Request
 if TYPE_CHECKING:
     from cb_rollout.config.grammar import GrammarMatcher
 
-# Changes logits, float32 `[B, V]`, in place, or returns changed ones.
+# A `Change` changes logits, float32 `[B, V]`, in place; a `Processing` returns changed logits.
 Change = Callable[[torch.Tensor], None]
 Processing = Callable[[torch.Tensor], torch.Tensor]
 
@@ -44,7 +44,7 @@ def create_processing(
     device: torch.device,
     never_sampled: Sequence[int] = (),
 ) -> Processing:
-    """Return what changes a step's logits as `requests` ask for, while they are its rows."""
+    """Return a function that changes a step's logits as `requests`, the step's rows, ask for."""
     rows = _Rows(requests, vocab_size, device)
     created = (
         _create_never_sampled(rows, never_sampled),
@@ -163,7 +163,7 @@ def _create_penalties(rows: _Rows) -> Change | None:
     frequency_P1 = rows.numbers(frequency)[:, None]
 
     def penalize(logits_BV: torch.Tensor) -> None:
-        # Padding, and tokens without a logit, go to one more column, dropped in the end.
+        # Padding, and tokens without a logit, go to an extra column, which is dropped in the end.
         none = rows.vocab_size
         T = max(request.num_tokens for request in requests)
         padded: list[int] = []

@@ -1,4 +1,4 @@
-"""Compute log-softmax over the token ids that truncation left, which take 4 bytes each.
+"""Compute log-softmax over the token ids that truncation kept, which take 4 bytes each.
 
 A trainer whose weights have moved cannot recompute which tokens top-k, top-p and min-p kept.
 N: tokens, V: vocabulary, M: kept ids of all tokens together.
@@ -17,9 +17,10 @@ def masked_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-softmax over each token's kept ids, at the given tokens, and its entropy.
 
-    Logits are floating point, token ids int64 and kept. `kept` has an `array("i")` for each token,
-    as `GenerationOutput.kept_token_ids`. Results are float32, in nats, N. Differentiable. Memory:
-    the kept logits, and the gradient of all logits.
+    Logits are floating point. Token ids are int64, and among the kept ids. `kept` has an
+    `array("i")` for each token, as in `GenerationOutput.kept_token_ids`. Both results are float32,
+    in nats, one number for each token. Differentiable. Memory: the kept logits, and the gradient of
+    all logits.
     """
     device = logits_NV.device
     num_tokens = logits_NV.shape[0]
@@ -35,7 +36,7 @@ def masked_logprobs(
     largest_N = largest_N.scatter_reduce(0, rows_M, logits_M.detach(), "amax")
     weights_M = (logits_M - largest_N[rows_M]).exp()
     if operators.are_installed():
-        # As log-softmax adds, so that the ids' order and number do not matter.
+        # Add as log-softmax does, so that the ids' order and number do not matter.
         weights_M = operators.summable(weights_M)
     sums_N = torch.zeros_like(largest_N, dtype=weights_M.dtype).index_add(0, rows_M, weights_M)
     normalizers_N = largest_N + sums_N.log().float()

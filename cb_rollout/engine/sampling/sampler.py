@@ -133,7 +133,7 @@ class TokenSampler:
 
 
 class _Prepared(NamedTuple):
-    """The sampling parameters of some rows, for all consecutive steps of these."""
+    """The sampling parameters of some rows, for consecutive steps of the same rows."""
 
     requests: list[Request]
     batch: SamplingBatch
@@ -172,7 +172,7 @@ class HostSampled(NamedTuple):
 
 
 def _to_host(sampled: Sampled) -> HostSampled:
-    """Copy a `Sampled` to system memory, by one transfer."""
+    """Copy a `Sampled` to system memory, in one transfer."""
     tensors = {
         "tokens": sampled.token_ids_B,
         "logprobs": sampled.logprobs_B,

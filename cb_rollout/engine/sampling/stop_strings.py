@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 # A tokenizer decodes the first bytes of an incomplete character to this.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
-# Bytes of UTF-8, and so tokens, of one character at most.
+# Most bytes, and so most tokens, of one character in UTF-8.
 LONGEST_CHARACTER = 4
 
-# From token ids to their text, special tokens included.
+# Decodes token ids to their text, special tokens included.
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -48,7 +48,7 @@ class StopStrings:
     def _keep_pending(self, num_pending: int) -> None:
         """Leave the last `num_pending` tokens to be decoded again with the next one.
 
-        The text of those before them joins the tail.
+        The text of the tokens before them joins the tail.
         """
         num_done = len(self._tokens) - num_pending
         if num_done > self._num_context:
@@ -62,6 +62,6 @@ class StopStrings:
 
     @staticmethod
     def _ends_after(num_seen: int, string: str, text: str) -> bool:
-        """Return whether a string occurs in a text and ends after its first characters."""
+        """Return whether a string is in a text and ends after its first `num_seen` characters."""
         start = max(0, num_seen - len(string) + 1)
         return string in text[start:]

@@ -14,17 +14,17 @@ from cb_rollout.engine.memory import device as devices
 # More tokens than any vocabulary has.
 NO_TOP_K = 2**31 - 1
 
-# Less may be zero in float32, which would exclude even the most likely token.
+# A smaller top-p may be zero in float32, which would exclude even the most likely token.
 LEAST_TOP_P = 1e-30
 
-# The most likely tokens, among which top-p and min-p look for the last one to keep.
+# Number of most likely tokens, among which top-p and min-p look for the last token to keep.
 NUM_CANDIDATES = 1024
 
-# With more than one candidate in four tokens, sorting the vocabulary costs little more.
+# If more than one token in four is a candidate, sorting the vocabulary costs little more.
 SORTED_SHARE = 4
 
 
-# Units of a row's total that cumulative sums are counted in: each is as fine as float64's rounding.
+# Cumulative sums are counted in this many units of a row's total, as fine as float64's rounding.
 CUMULATIVE_UNITS = 2.0**52
 
 
@@ -49,7 +49,7 @@ class Truncation:
     min_p_R: torch.Tensor
     """float32; 0: none."""
     has_whole: bool
-    """True: some row has no top-k, so its top-p is of its whole vocabulary."""
+    """True: some row has no top-k, so its top-p counts its whole vocabulary."""
     num_candidates: int
     """The number of most likely tokens to look at first."""
 
@@ -105,9 +105,9 @@ def _keep(
     """Select the tokens to keep among each row's most likely ones, in order.
 
     Returns:
-        A bool mask, `[R, M]`, and whether the M candidates may be too few, bool, `[R]`: without
-        top-k if the last one is kept, with top-k if it is among the k, since tokens that are
-        equally likely may follow.
+        A bool mask, `[R, M]`, and whether the M candidates may be too few, bool, `[R]`. They may be
+        too few without top-k if the last candidate is kept, and with top-k if it is among the k,
+        since equally likely tokens may follow.
     """
     M = values_RM.shape[-1]
     top_k_R1 = truncation.top_k_R[:, None]

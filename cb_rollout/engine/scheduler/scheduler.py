@@ -19,18 +19,18 @@ from cb_rollout.engine.request import NO_TABLE_ROW, Limits, Prefill, Request, me
 from cb_rollout.metrics.registry import EngineCounters
 from cb_rollout.types import RequestStatus
 
-# A prefill that has no memory for this many tokens has none for a decode either.
+# If there is no memory to prefill this many tokens, there is none for a decode step either.
 MIN_BATCH_TOKENS = 16
 
 # A prefill that continues any row gathers the keys of all its rows, padding included: at most this
-# many for each token that it may compute. One layer's keys of 65,536 tokens (8,192 times this) are
-# 256 MiB for 8 key heads of 128 in 16 bits, and four times that repeated for 32 heads.
+# many for each token that it may compute. One layer's keys and values of 65,536 tokens (8,192 times
+# this) are 256 MiB for 8 key heads of 128 in 16 bits, and four times that repeated for 32 heads.
 MAX_GATHER_RATIO = 8
 
 # A prefill of few prompts costs as much as a decode step of many rows.
 RUNNING_PER_PROMPT = 4
 
-# Decode steps that waiting prompts are held back for, at most.
+# The most decode steps for which waiting prompts are held back.
 MAX_DECODES_IN_A_ROW = 8
 
 
@@ -163,7 +163,7 @@ class Scheduler:
         return self.max_admitted - self.num_admitted
 
     def num_usable_blocks(self) -> list[int]:
-        """Return the blocks at maximum length of each sequence that can have a table row."""
+        """Return the blocks needed at full length by each sequence that can get a table row."""
         requests = [*members(self.prefilling), *self.running]
         requests += islice(self.waiting, self.limits.max_requests - len(requests))
         needed = self.blocks.num_needed
@@ -245,15 +245,15 @@ class Scheduler:
         if self.num_admissible <= 0:
             return False
         most = self.limits.max_used_blocks
-        # With none admitted a margin would hold up all of them.
+        # While none is admitted, a margin would hold up all of them.
         return most is None or self.num_admitted == 0 or self.pool.num_used <= most
 
     @property
     def _num_spare_blocks(self) -> int:
         """Return the number of blocks that must stay free when a sequence is admitted.
 
-        Without a margin, this is one per running sequence; otherwise these would soon preempt the
-        new sequence.
+        Without a margin, this is one per running sequence: with fewer, the running sequences would
+        soon preempt the new one.
         """
         return len(self.running) if self.limits.max_used_blocks is None else 0
 

@@ -1,7 +1,7 @@
-"""Run a small engine of a model's own config in a child process: `try_engine`.
+"""Try a small engine with a model's own config in a child process: `try_engine`.
 
-The model has a few layers of random weights, and the head and the vocabulary of the real one.
-Called by the child of `numerics/qualification` alone; `cuda_graphs/qualification.py` asks for it.
+The model has few layers, with random weights, and the head and vocabulary sizes of the real model.
+Called only by the child process of `numerics/qualification`, for `cuda_graphs/qualification.py`.
 """
 
 import time
@@ -22,13 +22,14 @@ from cb_rollout.engine.service.manager import ContinuousBatchingManager
 from cb_rollout.errors import OutOfCacheMemoryError
 from cb_rollout.types import GenerationOutput
 
-# Tokens of the prompts: two that share their first tokens, one that is cut, and one that is short.
+# Tokens of the prompts: two share their first tokens, one has its keys cut into stretches, and one
+# is short.
 SHARED_TOKENS = 96
 LONG_TOKENS = 700
 SHORT_TOKENS = 5
 NEW_TOKENS = 8
 
-# Ways to sample, which rows take in turns.
+# Sampling parameters, which rows take in turns.
 SAMPLED = (
     SamplingParams(temperature=0.0, ignore_eos=True),
     SamplingParams(ignore_eos=True),
@@ -46,7 +47,7 @@ def try_engine(argument: Mapping[str, Any]) -> dict[str, Any]:
             dict; "attention": its `attn_implementation`; "settings": of `RolloutConfig`.
 
     Returns:
-        A verdict in the form that `Subject.function` describes; "milliseconds" are those of a step.
+        A verdict in the form that `Subject.function` describes; "milliseconds" has a step's time.
 
     Raises:
         CannotTryError: this process cannot use the device, or the device has no free memory.
@@ -96,7 +97,7 @@ def _prompts(model: PreTrainedModel) -> list[list[int]]:
     for row, wanted in enumerate((SHARED_TOKENS, SHARED_TOKENS, LONG_TOKENS, SHORT_TOKENS)):
         length = min(wanted, longest - NEW_TOKENS)
         prompt = list(islice(cycle(ids), length))
-        # Prompts that begin alike end apart.
+        # Prompts that share their first tokens differ in the last.
         prompt[-1] = ids[(row + 1) % len(ids)]
         prompts += [prompt] * len(SAMPLED)
     return prompts
@@ -121,7 +122,7 @@ def _generate(
 
 
 def _fault(manager: ContinuousBatchingManager, outputs: Sequence[GenerationOutput]) -> str:
-    """Return by how much log-probabilities are off those of plain forwards; "": by rounding."""
+    """Return how far log-probabilities are from those of plain forwards; "": only by rounding."""
     runner = manager.engine.runner
     sampled = [torch.tensor(output.logprobs) for output in outputs]
 

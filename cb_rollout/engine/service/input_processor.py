@@ -1,4 +1,4 @@
-"""Make validated requests of prompts and sampling parameters, on the caller's thread.
+"""Make validated requests from prompts and sampling parameters, on the caller's thread.
 
 Owns validation, request ids, seeds and the grouping of equal prompts. Queues nothing.
 """
@@ -36,7 +36,7 @@ _CAP_ADVICE = "raise it, or shorten the prompt or lower max_new_tokens"
 _MAX_LENGTH_ADVICE = "set max_new_tokens instead"
 _MODEL_ADVICE = "shorten the prompt or lower max_new_tokens"
 
-# A prompt: token ids, one encoded with its images, or `{"prompt": ids or text, "images": [...]}`.
+# A prompt: token ids, an encoded prompt with images, or `{"prompt": ids or text, "images": [...]}`.
 Input = Sequence[int] | ImagePrompt | Mapping[str, Any]
 
 
@@ -45,7 +45,7 @@ class ServingLimits:
     """Bounds of the model and the KV cache on a request."""
 
     vocab_size: Callable[[], int]
-    """Return the token ids that the model knows; embeddings may be resized."""
+    """Return the number of token ids that the model knows; embeddings may be resized."""
     max_positions: int | None
     """Longest sequence in tokens that the model supports; None: no limit."""
     max_cached_tokens: Callable[[], int]
@@ -61,7 +61,7 @@ class ServingLimits:
 
 
 def _sequence_id(first_id: str, index: int) -> str:
-    """Return the id of an input's sequence: the first has the input's, the others are children."""
+    """Return a sequence's id: the input's id for the first, a child's id for each other one."""
     return first_id if index == 0 else f"{first_id}__child#{index - 1}"
 
 
@@ -81,7 +81,7 @@ class _CheckedInput(NamedTuple):
     max_new_tokens: int
     """The most tokens to sample."""
     refusal: InvalidRequestError | None
-    """The reason why it can never be served; None: it can."""
+    """The reason why it can never be served; None: it can be served."""
 
 
 class _LengthLimit(NamedTuple):
@@ -99,10 +99,10 @@ class InputProcessor:
     def __init__(
         self, limits: ServingLimits, seed: int | None, rank: int | None, tokenizer: Any = None
     ) -> None:
-        """Draw a seed where `seed` is None.
+        """Draw a seed if `seed` is None.
 
-        `rank`, as of `ContinuousBatchingManager`, keeps the seeds of processes apart. `tokenizer`
-        decodes tokens for stop strings, and as a processor encodes images.
+        `rank`, as in `ContinuousBatchingManager`, keeps the seeds of processes apart. `tokenizer`
+        decodes tokens for stop strings; a processor also encodes images.
         """
         self.limits = limits
         self._tokenizer = tokenizer
@@ -111,12 +111,12 @@ class InputProcessor:
         self._given_rank = rank
         self._lock = threading.Lock()
         self.num_sequences = 0
-        """Sequences that were started; the number of the next one, which its draws depend on."""
+        """Sequences started so far. It is the number of the next sequence, which its draws use."""
         self._next_id = 0
         self._group_numbers = itertools.count()
 
     def state_dict(self) -> dict[str, int]:
-        """Return what the draws and ids of the next sequences depend on."""
+        """Return the numbers that determine the draws and ids of the next sequences."""
         with self._lock:
             return {
                 "seed": self._seed,
@@ -125,14 +125,14 @@ class InputProcessor:
             }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on with the draws and ids of a `state_dict`."""
+        """Continue with the draws and ids of a `state_dict`."""
         with self._lock:
             self._seed = state["seed"]
             self.num_sequences = state["num_sequences"]
             self._next_id = state["next_id"]
 
     def go_on(self, state: Mapping[str, int]) -> None:
-        """Go on with the draws of a `state_dict` under the present seed, with ids of no request."""
+        """Continue the draws of a `state_dict` under the present seed, with ids of no request."""
         with self._lock:
             self.num_sequences = state["num_sequences"]
             self._next_id = max(self._next_id, state["next_id"])
@@ -154,21 +154,21 @@ class InputProcessor:
     ) -> list[Request]:
         """Validate sequences, and number their groups: equal prompts are computed once.
 
-        Sequences of two adapters are of two groups.
+        Sequences with different adapters are in different groups.
 
         Args:
             inputs: prompts, or the error that the encoding of one raised.
             params: the sampling parameters of each input.
             members: numbers of each input's sequences, from 0; they are adjacent.
-            request_id: of the first sequence of each input; None: a new one. Further ones are named
-                as transformers 5.24 names them: `ID__child#0`, and so on.
+            request_id: id of the first sequence of each input; None: a new id. Further sequences
+                are named as transformers 5.24 names them: `ID__child#0`, and so on.
             is_streaming: deliver an output after each token.
             records_timestamps: record when each token was sampled.
-            keeps_refused: make failed requests of inputs that are refused.
+            keeps_refused: return a failed request for each refused input, instead of raising.
 
         Raises:
-            InvalidRequestError: a sequence could never be served, or the sampling parameters are
-                not for this model.
+            InvalidRequestError: a sequence could never be served, or the sampling parameters do
+                not fit this model.
         """
         if not isinstance(request_id, str | None):
             raise InvalidRequestError(f"request_id={request_id!r} is not a string; pass a str.")
@@ -212,7 +212,7 @@ class InputProcessor:
 
         Args:
             input_ids: token ids, or a prompt with images.
-            index: its place among the inputs, for errors.
+            index: its index among the inputs, for errors.
 
         Raises:
             InvalidRequestError: it is empty, holds no token ids of the model, or is longer than the
@@ -293,7 +293,7 @@ class InputProcessor:
         return most
 
     def _length_limits(self, params: SamplingParams) -> list["_LengthLimit"]:
-        """Return what bounds a sequence's length; of equal bounds, the first is named in errors."""
+        """Return the bounds on a sequence's length; errors name the first of equal bounds."""
         limits: list[_LengthLimit] = []
         if self.limits.max_model_len is not None:
             limits.append(
@@ -310,7 +310,7 @@ class InputProcessor:
     def _require_tokens_in_vocabulary(self, params: SamplingParams) -> None:
         eos: Any = params.eos_token_id or ()
         named: dict[str, Iterable[int]] = {
-            # A model may name ends of its own that it has no logit for; -1 is none.
+            # A model may name end-of-sequence ids that have no logit; -1 means no id.
             "eos_token_id": [t for t in eos if t != -1 and t not in self.limits.model_eos],
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias or (),
@@ -330,7 +330,7 @@ class InputProcessor:
             )
 
     def require_adapter(self, adapter: str | None) -> None:
-        """Raise `InvalidRequestError` unless the model has an adapter; None: those active."""
+        """Raise `InvalidRequestError` if the model lacks an adapter; None: the active adapters."""
         if adapter is None:
             return
         names = self.limits.adapters()
@@ -376,7 +376,7 @@ class InputProcessor:
         # Asked late: a process group may be initialised after the engine is made.
         if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank()
-        # torchrun and accelerate set it before any group exists; another's may be no number.
+        # torchrun and accelerate set RANK before any group exists; other launchers may set text.
         named = os.environ.get("RANK", "")
         return int(named) if named.isdecimal() else 0
 

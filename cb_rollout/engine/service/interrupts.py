@@ -38,7 +38,7 @@ class Interrupts:
             self._is_deferring = False
             self._restore()
         finally:
-            # A handler that was restored may have raised before the others were.
+            # A handler that was restored may have raised before the others were restored.
             self._restore()
             self.deliver()
 
@@ -52,7 +52,7 @@ class Interrupts:
             return
         caught = self._caught
         self._caught = {}
-        # Each runs, also where another raises.
+        # Each handler runs, even if another raises.
         with ExitStack() as handlers:
             for number, frame in reversed(caught.items()):
                 handlers.callback(self._handlers[signal.Signals(number)], number, frame)
@@ -73,7 +73,7 @@ class Interrupts:
 
 
 _NONE = Interrupts()
-# Of the main thread's outermost block.
+# The `Interrupts` of the main thread's outermost block.
 _outermost: Interrupts | None = None
 
 

@@ -1,8 +1,8 @@
 """Keep the engines of a tensor-parallel group in step: together they are one engine.
 
-Each process has a shard of the model, the same requests and an engine of its own, so equal
-decisions give equal batches. The first process decides, and sends each decision as a
-`LockstepCommand`, which the others follow in order. Called by the thread that uses the engine.
+Each process has a shard of the model, the same requests and its own engine, so equal decisions give
+equal batches. The first process decides, and sends each decision as a `LockstepCommand`, which the
+others follow in order. Called by the thread that uses the engine.
 """
 
 import enum
@@ -26,7 +26,7 @@ _ENGINE_NUMBERS = itertools.count()
 
 
 class CommandKind(enum.StrEnum):
-    """The use of an engine under a command."""
+    """What a command tells the engines to do."""
 
     STEP = "step"
     TAKE = "take"
@@ -40,7 +40,7 @@ class LockstepCommand:
 
     kind: CommandKind
     admitted: Sequence[tuple[str, int]] = ()
-    """Requests to admit, in order: the id, and a checksum of what it asks for."""
+    """Requests to admit, in order: the id, and a checksum of the request."""
     cancelled: Sequence[str] = ()
     """Ids of the requests to end after that."""
     tokens: int = 0
@@ -56,8 +56,8 @@ def request_checksum(request: Request) -> int:
 class EngineGroup:
     """Connect the engines of a tensor-parallel group.
 
-    All processes of the group make it, and call its collective methods, at the same places. Methods
-    raise `RolloutError` where a process is gone, or did not call in time.
+    Every process of the group creates it, and calls its collective methods, in the same order. A
+    method raises `RolloutError` if another process is gone, or did not make the call in time.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineGroup:
         self.rank = distributed.get_rank()
         self.group_rank = self.ranks.index(self.rank)
         self.number = next(_ENGINE_NUMBERS)
-        """Number of this engine among those of the process, equal over the group."""
+        """Number of this engine among those of its process; equal on all processes of the group."""
         self._commands = self._create_group()
         self._agreements = self._create_group()
 
@@ -101,14 +101,14 @@ class EngineGroup:
         return min(self.gather(int(value)))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value, which is pickled, of every process by rank; collective."""
+        """Return every process's value, in order of rank; values are pickled; collective."""
         values: list[Any] = [None] * len(self.ranks)
         with self._awaiting("a value of each process"):
             distributed.all_gather_object(values, value, self._agreements)
         return values
 
     def send(self, command: LockstepCommand | None) -> Any:
-        """Send the leading process's command, and return it; the others, which give None, wait."""
+        """Send the leading process's command, and return it; the others pass None, and wait."""
         item = [command]
         with self._awaiting(f"the decisions of rank {self.ranks[0]}"):
             distributed.broadcast_object_list(item, self.ranks[0], self._commands)
@@ -131,7 +131,7 @@ class EngineGroup:
 
 
 class Lockstep:
-    """Send the commands of a process that leads, or take those that a process follows.
+    """Send commands in the process that leads, and take them in the processes that follow.
 
     Called under the condition of the loop, `changed`, except `record`.
     """
@@ -162,7 +162,7 @@ class Lockstep:
     def take(self, live: Mapping[str, tuple[Request, Any]]) -> LockstepCommand | None:
         """Wait for the next command to admit, cancel or step; `live` are this process's requests.
 
-        None where this process has to pause or to submit a request first. Raises `RolloutError` if
+        Returns None if this process must first pause or submit a request. Raises `RolloutError` if
         the processes are not in step, or the leading one is gone.
         """
         command = self._next_command()
@@ -183,7 +183,7 @@ class Lockstep:
         return command
 
     def may_pause(self) -> bool:
-        """Return whether a pause may begin: in a follower, the leading one's."""
+        """Return whether a pause may begin: in a follower, only when the leading process pauses."""
         if not self.follows:
             return True
         command = self._next_command()

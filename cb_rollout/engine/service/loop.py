@@ -1,6 +1,6 @@
 """Step an engine while it has requests, on a background thread or on a waiting caller's.
 
-Owns the thread, a daemon, the queue of submitted requests and the engine's failure. One thread at a
+Owns the daemon thread, the queue of submitted requests and the engine's failure. One thread at a
 time uses the engine: the background thread, a caller in `stepping()`, or one inside `paused()`.
 """
 
@@ -29,7 +29,7 @@ from cb_rollout.metrics.observer import ObservedStep
 from cb_rollout.metrics.registry import DECODE_STEP, PREFILL_STEP, EngineCounters
 from cb_rollout.types import CancelResult, RequestStatus
 
-# While idle, the thread keeps no reference to its loop, and checks this often whether it exists.
+# While idle, the thread holds no reference to its loop, and checks this often if it still exists.
 IDLE_SECONDS = 1.0
 
 # `halt` waits this long for the thread, longer than a step should take.
@@ -62,13 +62,13 @@ def _step_while_it_exists(
     try:
         _step_by_turns(reference, changed)
     except BaseException as error:  # noqa: BLE001  reraised in waiting threads
-        # Without it the waiting threads would wait for ever.
+        # Otherwise the waiting threads would wait for ever.
         if (loop := reference()) is not None:
             loop.fail(error)
 
 
 def _step_by_turns(reference: "weakref.ref[EngineLoop]", changed: threading.Condition) -> None:
-    # Each thread has its own number of torch's threads.
+    # torch keeps its number of threads separately for each calling thread.
     thread_share = ThreadShare()
     try:
         while (loop := reference()) is not None:
@@ -102,7 +102,7 @@ class EngineLoop:
         """Start no thread yet."""
         self.engine = engine
         self.thread_share = ThreadShare()
-        """Of the caller that steps; the background thread has its own."""
+        """For the caller that steps; the background thread has another."""
         # The processes of a group sample the same tokens only if they round alike.
         may_round = group is None and not engine.runner.is_bitwise
         self._may_vary_threads = may_round and engine.device.type == "cpu"
@@ -149,7 +149,7 @@ class EngineLoop:
         return self._thread is not None and self._thread.is_alive()
 
     def stop(self, drain: bool) -> None:
-        """Ask the thread to end: after the requests in flight (`drain`), or cancelling them."""
+        """Ask the thread to end, after finishing live requests (`drain`) or cancelling them."""
         with interrupts_deferred(), self._changed:
             self._is_stopping = True
             self._is_draining = drain
@@ -206,7 +206,7 @@ class EngineLoop:
     ) -> list[Request]:
         """Return the requests that have not ended, in the order in which they will run.
 
-        `is_wanted` decides by the receiver of a request's outputs.
+        `is_wanted` is called with the receiver of each request's outputs.
         """
         with interrupts_deferred(), self._changed:
             requests: list[Request] = []
@@ -248,7 +248,7 @@ class EngineLoop:
             pass
 
     def deliver_cancelled(self) -> None:
-        """Deliver cancelled requests while the engine is held; otherwise the next step does."""
+        """Deliver cancelled requests now if the engine is held; otherwise the next step does."""
         if not self.pauses.reasons:
             return
         with self.paused(), interrupts_deferred(), self._changed:
@@ -321,7 +321,7 @@ class EngineLoop:
         If `is_collective`, every process of a tensor-parallel group pauses after the same step.
         Otherwise only this process pauses, and the others wait for it: the block must not run a
         forward or change a weight. If `runs_module`, the block runs the module that trains, so the
-        pause begins once that is no longer lent to the trainer by another thread.
+        pause begins once no other thread has that module lent to the trainer.
         """
         if self.pauses.is_stepping_here or threading.current_thread() is self._thread:
             raise RolloutError(
@@ -354,7 +354,7 @@ class EngineLoop:
             version = version or self.engine.policy_version + 1
             assert version > self.engine.policy_version, "an older version"
             self.engine.begin_policy_version(version, keep_keys=in_flight is InFlight.KEEP)
-        # Seconds, in which requests may be submitted.
+        # Takes seconds, so requests may be submitted meanwhile.
         self.engine.paged_model.capture_wanted()
 
     @contextmanager
@@ -391,8 +391,8 @@ class EngineLoop:
         """Run the step that `begin_turn` began, and deliver its outputs.
 
         Args:
-            thread_share: chooses the number of torch's threads, where it may vary; None: that of
-                callers that step.
+            thread_share: chooses the number of torch's threads, where it may vary; None: the one
+                for callers that step.
         """
         try:
             if self._may_vary_threads:
@@ -438,7 +438,7 @@ class EngineLoop:
         self.pauses.end_step()
         if self._fatal_error is not None or is_done():
             return NextAction.END
-        # The cancels of the leading process end the requests of the others.
+        # In a following process, the leading process's cancels end the requests.
         drains = self._is_draining or self._follows
         # Nothing is left to drain, so a sleep or another thread's pause need not end first.
         is_halting = self._is_stopping and not (drains and self._live)

@@ -70,7 +70,7 @@ STATE_FORMAT = 1
 POLL_SECONDS = 0.1
 
 
-# What `add_request` takes beside its own arguments.
+# The arguments that `add_request` takes besides its own.
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
@@ -102,14 +102,14 @@ class ContinuousBatchingManager:
         Args:
             model: a causal language model, wrapped or not; never copied.
             generation_config: defaults of every request; None: the model's own. Each request
-                samples its `num_return_sequences` sequences. Engine settings in it apply where the
-                next argument has its default.
+                samples its `num_return_sequences` sequences. Its engine settings apply to fields
+                that `continuous_batching_config` leaves at their defaults.
             continuous_batching_config: a `RolloutConfig`, or transformers' own config; None: the
                 one in the generation config.
             workload_hints: transformers' `WorkloadHints`. At most its `num_requests` sequences run
                 together, unless `max_requests_per_batch` is set; its lengths have no effect.
-            autocast_dtype: run forwards under autocast to this dtype; None: as `rollout_dtype`
-                says without `trained`, otherwise the model's dtype.
+            autocast_dtype: run forwards under autocast to this dtype; None: without `trained`, as
+                `rollout_dtype` says, otherwise the model's dtype.
             rank: data-parallel rank, so that processes sample with different seeds; None: the rank
                 in `torch.distributed`'s process group, else the environment's `RANK`, else 0.
             tokenizer: decodes tokens for stop strings, which are refused without it. A processor
@@ -118,7 +118,7 @@ class ContinuousBatchingManager:
             optimizer: the training model's optimizer, its class or known name; None: unknown.
 
         Raises:
-            ConfigurationError: a setting or the model cannot be honoured.
+            ConfigurationError: a setting cannot be honoured, or the model is not supported.
         """
         facts = ModelFacts.of(model)
         module = facts.module
@@ -133,7 +133,7 @@ class ContinuousBatchingManager:
             autocast_dtype = autocast_dtype or autocast_alone(self.config, module)
         self.set_generation_config(config_in_use)
         self.group = _create_group(facts, self.config)
-        """The processes that share the model's layers; None: this one has them whole."""
+        """The processes that share the model's layers; None: this process has all layers."""
         self.engine = engine = Engine(
             module,
             self.config,
@@ -142,7 +142,7 @@ class ContinuousBatchingManager:
             optimizer,
             all_reduce_min=self.group and self.group.all_reduce_min,
         )
-        # A generator starts its manager with the next rollout.
+        # Not standalone: a generator starts its manager with the next rollout.
         self._is_standalone = trained is None
         self._follows_model = generation_config is None
         limits = _serving_limits(engine, holder)
@@ -159,7 +159,7 @@ class ContinuousBatchingManager:
         self.durations = loop.durations
         self.counters = engine.counters
         self.warmed_up = False
-        """True once `warmup()` was called, or found to be of no use."""
+        """True once `warmup()` was called, or found to be useless."""
         self.is_served = False
         """True while a server submits requests, so that the background thread computes."""
         self._output_queue = OutputQueue()
@@ -306,8 +306,8 @@ class ContinuousBatchingManager:
         """Pause the engine between two forwards; requests stay in flight.
 
         Inside the block, you may change the weights; one thread at a time can be inside. Entering
-        waits for at most one forward. Leaving begins a new policy version, unless a copy of the
-        model generates: later tokens carry the new version, and cached prefixes of older versions
+        waits for at most one forward. Unless a copy of the model generates, leaving begins a new
+        policy version: later tokens carry the new version, and cached prefixes of older versions
         are not reused.
 
         Args:
@@ -562,10 +562,10 @@ class ContinuousBatchingManager:
                     self.engine.request_checks.check_images(request)
 
     def check_adapters(self, adapters: Iterable[str | None]) -> None:
-        """Raise `ConfigurationError` if the model cannot run an adapter; None: the active ones.
+        """Raise `ConfigurationError` if the model cannot run an adapter; None entries are skipped.
 
-        The first use of an adapter pauses the engine for plain forwards, once the trainer does not
-        use the model. Where a copy generates, it also reads the adapter's weights, and begins a
+        The first use of an adapter pauses the engine for plain forwards, once the trainer is not
+        using the model. Where a copy generates, it also reads the adapter's weights, and begins a
         policy version.
         """
         names = self.engine.request_checks.unchecked_adapters(adapters)
@@ -623,7 +623,7 @@ class ContinuousBatchingManager:
         self.restore_requests(state, self._output_queue)
 
     def raise_policy_version(self, policy_version: int) -> None:
-        """Give the weights the number that another run gave them, unless theirs is higher."""
+        """Raise the policy version to another run's number; a higher present version stays."""
         with self.loop.paused():
             if policy_version > self.policy_version:
                 self.loop.begin_policy_version(InFlight.RECOMPUTE, policy_version)
@@ -631,7 +631,7 @@ class ContinuousBatchingManager:
     def saved_requests(self, output_queue: OutputQueue) -> dict[str, Any]:
         """Return the unfinished requests that deliver to a queue, and the outputs in it.
 
-        Plain data, as of `state_dict`, for `restore_requests`.
+        Plain data, as in `state_dict`, for `restore_requests`.
         """
         with self.loop.paused():
             outputs = [saved_output(output) for output in output_queue.untaken()]
@@ -639,7 +639,7 @@ class ContinuousBatchingManager:
             return {**saved, "outputs": outputs}
 
     def _saves(self, sink: OutputSink) -> bool:
-        """Return whether a state has a receiver's requests; other queues have owners that do."""
+        """Return whether a state saves a receiver's requests; other queues' owners save theirs."""
         return sink is self._output_queue or not isinstance(sink, OutputQueue)
 
     def _saved_requests(self, is_wanted: Callable[[OutputSink], bool]) -> dict[str, Any]:
@@ -664,7 +664,7 @@ class ContinuousBatchingManager:
             output_queue: receives the outputs.
             num_versions: added to the number of each policy version.
         """
-        # Groups of a state have the numbers of another process.
+        # The group numbers in a state come from another process.
         new_groups: dict[int, int] = {}
         requests: list[Request] = []
         for saved in state["requests"]:
@@ -695,7 +695,8 @@ class ContinuousBatchingManager:
             try:
                 yield
             finally:
-                # A sync inside has begun one already, or is needed; a copy changes by a sync only.
+                # A sync inside the block has begun a version already. If the weights were released,
+                # a sync must begin it. A copy changes only by a sync.
                 is_due = (
                     self.engine.policy_version == version
                     and not self.engine.training_model.is_copied
@@ -719,7 +720,8 @@ class ContinuousBatchingManager:
     def wake(self) -> None:
         """Resume the engine, which allocates the KV memory with its next step.
 
-        Graphs that `sleep` released are captured in the calling thread, the one that trains.
+        Graphs that `sleep` released are captured in the calling thread, which is the one that
+        trains.
 
         Raises:
             RolloutError: the rollout weights were released, and not synced since.
@@ -736,13 +738,13 @@ class ContinuousBatchingManager:
         Requests stay in flight. An engine that runs a copy is not held. With `in_training_only`,
         the engine is held only if other callers' requests would run a module in training mode.
         """
-        # Processes that share a model serve nobody beside their rollouts.
+        # Processes that share a model serve nobody besides their rollouts.
         if self.engine.training_model.is_copied or self.group is not None:
             return
         if in_training_only and not (self.is_served or self.loop.is_live()):
             return
         with self.loop.paused():
-            # Inside a pause the module has its own flags.
+            # Inside a pause, the module's own training flags are restored.
             trains = any(module.training for module in self.engine.training_model.module.modules())
             if trains or not in_training_only:
                 self.pauses.hold(PauseReason.TRAINING)

@@ -19,7 +19,7 @@ from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
 
 class OutputSink(Protocol):
-    """Receiver of outputs, and of the error after which none follows, on the engine's thread."""
+    """Receiver of outputs, and of the error that ends them, on the engine's thread."""
 
     def put(self, output: GenerationOutput) -> None: ...
 
@@ -79,7 +79,7 @@ class OutputQueue:
     ) -> GenerationOutput | None:
         """Take the next output, of one request or of any; None after `timeout` seconds.
 
-        Raises the error of `close()` where the queue holds no such output.
+        Raises the error of `close()` if the queue holds no such output.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with interrupts_deferred() as interrupts:

@@ -1,4 +1,4 @@
-"""Decide which thread may use the engine: one that steps it, or one that paused it.
+"""Decide which thread may use the engine: the one that steps it, or the one that paused it.
 
 Owns turns to step, pauses and sleep, but not the engine. It shares the loop's condition, so every
 change wakes the threads that wait; `begin_step`, `end_step` and `pass_turn` are called under it.
@@ -17,7 +17,7 @@ POLL_SECONDS = 1.0
 
 
 class PauseReason(StrEnum):
-    """A reason for which the engine stays paused after the block; each is released by itself."""
+    """A reason why the engine stays paused after the block; each is released separately."""
 
     SLEEP = "the generator is asleep, so no output would arrive; call wake() first."
     CLIENT = "a client paused the engine with POST /pause; send POST /resume first."
@@ -78,14 +78,14 @@ class PauseController:
                 self._changed.notify_all()
 
     def pass_turn(self) -> None:
-        """Let the next pause begin: the engine had its turn after the last one."""
+        """Let the next pause begin: the engine had its turn after the last pause."""
         if self._owes_turn:
             self._owes_turn = False
             self._changed.notify_all()
 
     @contextmanager
     def stepping(self) -> Iterator[bool]:
-        """Make the calling thread the one that steps; yield False where another caller does.
+        """Let the calling thread step the engine; yield False if another caller steps it.
 
         A thread may enter again inside its own block.
         """
@@ -111,8 +111,8 @@ class PauseController:
         """Pause the engine between two forwards; only the calling thread may use it.
 
         It waits for the pauses that came first and for at most one forward. A thread may pause
-        again inside its own pause. `may_begin` is called under the condition, once the thread need
-        not wait otherwise; where it is False, the thread waits for another change.
+        again inside its own pause. `may_begin` is called under the condition, once the thread has
+        nothing else to wait for; if it returns False, the thread waits for another change.
         """
         me = threading.get_ident()
         begun: list[int] = []
@@ -139,7 +139,7 @@ class PauseController:
     def _can_begin(self, me: int, may_begin: Callable[[], bool]) -> bool:
         if self._pausing_thread is not None:
             return self._pausing_thread == me
-        # Repeated pauses must leave the engine a step in between, unless the thread steps itself.
+        # Repeated pauses must leave the engine a step in between, unless this thread steps it.
         could_step = self._could_step() and self._caller_thread != me
         owes_step = self._owes_turn and not self.reasons and could_step
         return not owes_step and may_begin()
@@ -171,8 +171,8 @@ class PauseController:
     def may_run_module(self) -> bool:
         """Return whether the calling thread may run the module that trains.
 
-        While it is lent to the trainer, only the thread that lent it may: another one would change
-        the mode and the active adapters of a forward of the training.
+        While it is lent to the trainer, only the thread that lent it may run it: another thread
+        would change the mode and the active adapters of a training forward.
         """
         is_lent = PauseReason.TRAINING in self.reasons
         return not is_lent or self._training_thread == threading.get_ident()
@@ -188,19 +188,19 @@ class PauseController:
             self._changed.notify_all()
 
     def require_weights(self) -> None:
-        """Raise `RolloutError` where the weights that generate were released."""
+        """Raise `RolloutError` if the weights that generate were released."""
         if PauseReason.WEIGHTS in self.reasons:
             raise RolloutError(PauseReason.WEIGHTS)
 
     def require_not_paused_here(self, consequence: str) -> None:
-        """Raise `RolloutError`, with this consequence, where the calling thread paused."""
+        """Raise `RolloutError`, naming the consequence, if the calling thread paused the engine."""
         if threading.get_ident() == self._pausing_thread:
             raise RolloutError(
                 f"this thread paused the engine, so {consequence}; leave the pause() block first."
             )
 
     def require_can_wait(self) -> None:
-        """Raise `RolloutError` where the calling thread's wait for an output would never end."""
+        """Raise `RolloutError` if the calling thread's wait for an output would never end."""
         if self.is_stepping_here:
             raise RolloutError(
                 "a logits processor or a model's hook cannot wait for an output during a step; "

@@ -1,6 +1,6 @@
 """Compute log-probabilities by plain forwards, without a cache, on an engine that is paused.
 
-Changes nothing of the engine. Called by the thread that paused it.
+Changes nothing in the engine. Called by the thread that paused it.
 """
 
 import torch
@@ -41,14 +41,14 @@ def prompt_logprobs(
     num: int,
     adapter: str | None = None,
 ) -> list[dict[int, tuple[float, int]]]:
-    """Return the log-probability and rank of the `num` likeliest tokens in place of each.
+    """Return the log-probabilities and ranks of the `num` likeliest tokens at each position.
 
     Args:
         engine: an engine that is paused.
         token_ids: of a prompt.
         temperature: divides the logits.
-        num: tokens in each place, beside the prompt's.
-        adapter: scores it alone, and was checked; None: the adapters that are active.
+        num: tokens at each position, besides the prompt's own.
+        adapter: a checked adapter that alone scores the prompt; None: the active adapters.
 
     Returns:
         For each token but the first, (log-probability, rank from 1) by token id.

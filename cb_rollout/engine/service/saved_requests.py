@@ -141,7 +141,7 @@ def saved_output(output: GenerationOutput) -> State:
         "kept_token_ids": kept_token_ids,
         "routed_experts": _saved_array(output.routed_experts),
         "images": _saved_images(output.images),
-        # Seconds since the submission, as of a request.
+        # Seconds since the submission, as in a saved request.
         "timestamps": timestamps,
         "lifespan": _moved(output.lifespan, -output.created_time),
     }

@@ -1,8 +1,8 @@
 """Choose how many of torch's threads compute while other processes use the cores.
 
-torch divides each operation over its threads, and waits for the last of them. A thread that has no
-core of its own makes the others wait for its turn, so that an operation takes several times as long
-as on fewer threads. Called by the thread that computes; it writes torch's number of threads.
+torch divides each operation over its threads, and waits for the last of them. A thread without a
+core to itself makes the others wait for its turn, so an operation takes several times as long as on
+fewer threads. Called by the thread that computes; it writes torch's number of threads.
 """
 
 import math
@@ -26,11 +26,11 @@ class Clocks(NamedTuple):
     """Readings of three clocks, in seconds."""
 
     now: float
-    """Time on the wall."""
+    """Wall-clock time."""
     used: float
-    """Seconds that any process computed on the cores that this process may use, added up."""
+    """CPU time of all processes on the cores that this process may use."""
     used_here: float
-    """Seconds that the threads of this process computed, added up."""
+    """CPU time of this process's threads."""
 
 
 class ThreadShare:
@@ -51,7 +51,7 @@ class ThreadShare:
         """torch's number of threads before it was lowered; None: it is not lowered."""
 
     def adjust(self) -> None:
-        """Set torch's number of threads by the load since the last reading of the clocks."""
+        """Set torch's number of threads from the load since the last reading of the clocks."""
         if not self._may_adjust():
             return
         last = self._last
@@ -83,7 +83,7 @@ class ThreadShare:
         self._all_threads = all_threads if wanted < all_threads else None
 
     def restore(self) -> None:
-        """Give torch the threads back that it had before."""
+        """Restore torch's number of threads."""
         if self._all_threads is not None:
             torch.set_num_threads(self._all_threads)
             self._all_threads = None
@@ -97,7 +97,7 @@ def usable_cores() -> Collection[int]:
 
 
 def clocks() -> Clocks | None:
-    """Read the clocks of this machine; None: it does not show them, as only Linux does."""
+    """Read this machine's clocks; None: it has no /proc/stat, which only Linux has."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -110,7 +110,7 @@ def clocks() -> Clocks | None:
             fields = [int(number) for number in numbers[:NUM_FIELDS]]
             num_ticks += sum(fields) - sum(fields[index] for index in IDLE_FIELDS)
     if not num_ticks:
-        # As in a sandbox that has the file and counts nothing.
+        # A sandbox may have the file but count nothing.
         return None
     used = num_ticks / os.sysconf("SC_CLK_TCK")
     return Clocks(now=time.perf_counter(), used=used, used_here=time.process_time())

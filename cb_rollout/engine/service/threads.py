@@ -1,4 +1,4 @@
-"""Wait for a thread so that Ctrl-C leaves it what it is: `Thread.join` of Python 3.11 does not.
+"""Make Ctrl-C during `Thread.join` harmless, which it is not in Python 3.11.
 
 There, an interrupted `join` marks a running thread as ended, so `is_alive()` is False from then on.
 """
@@ -20,7 +20,7 @@ class InterruptibleThread(threading.Thread):
             self._has_ended.set()
 
     def is_alive(self) -> bool:
-        # False in a fork, too, which has this object and not the thread.
+        # Also False in a forked process, which has this object but not the thread.
         return super().is_alive() and not self._has_ended.is_set()
 
     def join(self, timeout: float | None = None) -> None:

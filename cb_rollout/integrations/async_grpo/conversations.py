@@ -1,4 +1,4 @@
-"""Roll out conversations with tools for an asynchronous trainer, by TRL's own loop.
+"""Roll out conversations with tools for an asynchronous trainer, with TRL's own loop.
 
 TRL 1.16's `_AsyncRolloutLoop` renders chats, calls tools, resets environments, scores groups and
 divides conversations into rows. It runs here on a thread of this process, and the engine samples
@@ -54,13 +54,14 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         """Prepare the loop; TRL raises ValueError for one of its `settings` that it refuses.
 
         Args:
-            generator: samples the turns, by an engine or a pool.
+            generator: samples the turns, with an engine or a pool.
             params: sampling parameters of every turn.
             source: the rows of the data set, in order.
             samples: takes scored completions; the trainer empties it.
             args: the trainer's `AsyncGRPOConfig`.
             max_inflight_tasks: conversations that run together.
-            version: has the trainer's `value`, and the `first`, which is the engine's version 0.
+            version: has the trainer's version as `value`, and as `first` the trainer's version that
+                is the engine's version 0.
             on_progress: called when a turn, a tool or the scoring of a group has ended.
             settings: further arguments of TRL's own loop.
         """
@@ -134,8 +135,8 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
     async def _generate_one(self, *arguments: Any, **named: Any) -> Any:
         TURNS.set([])
         result = await super()._generate_one(*arguments, **named)
-        # TRL leaves tokens out that later turns render otherwise, and divides conversations into
-        # rows. The versions are reconciled as it reconciles the log-probabilities.
+        # TRL leaves out tokens that later turns render differently, and divides conversations into
+        # rows. The versions are reconciled as TRL reconciles the log-probabilities.
         rows, _ = upstream._chain_to_sequences(TURNS.get(), "", self._fork_threshold_tokens)
         sequences: list[Any] = result[2]
         for sequence, row in zip(sequences, rows, strict=True):
@@ -181,7 +182,7 @@ class ConversationLoop(upstream._AsyncRolloutLoop):
         return await super()._execute_tool_calls(tool_calls, tools)
 
     def _limited(self, name: str, tools: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-        """Limit a tool to `tool_timeout_seconds`; past that none of the conversation is called."""
+        """Limit a tool to `tool_timeout_seconds`; after a timeout, call none of these tools."""
 
         # TRL asks whether a tool is a coroutine function, and a partial one is none.
         async def call(**arguments: Any) -> Any:

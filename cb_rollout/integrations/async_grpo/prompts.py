@@ -26,14 +26,14 @@ class PromptSource:
     def __init__(
         self, dataset: Iterable[Mapping[str, Any]], tokenizer: Any, template_kwargs: Any
     ) -> None:
-        """Begin with the first row; a tokenizer renders chats by its template's arguments."""
+        """Begin with the first row; a tokenizer renders chats with the template's arguments."""
         self._dataset = dataset
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs or {}
         self._lock = threading.Lock()
         self._next_index = 0
         self._open: dict[int, int | None] = {}
-        """Completions left to the trainer, by index of the prompt; None: they are sampled still."""
+        """Completions that the trainer has yet to take, by prompt index; None: still sampled."""
         self._taken: list[int] = []
         """Index of the prompt of each completion that the trainer took, in order."""
 

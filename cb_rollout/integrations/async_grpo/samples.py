@@ -110,7 +110,7 @@ def summed_rewards(
 
 
 def _sum_of_numbers(rewards: Sequence[Any]) -> float | None:
-    """Sum the rewards that are not None; None: all are."""
+    """Sum the rewards that are not None; return None if all are None."""
     numbers = [float(reward) for reward in rewards if reward is not None]
     return sum(numbers) if numbers else None
 

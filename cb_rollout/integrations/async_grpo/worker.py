@@ -51,7 +51,7 @@ from cb_rollout.types import GenerationOutput
 # Version of the layout of a `state_dict`.
 STATE_FORMAT = 1
 
-# Interval at which a wait looks whether the run is over.
+# Interval at which a wait checks whether the run is over.
 POLL_SECONDS = 0.2
 
 
@@ -226,7 +226,7 @@ class AsyncRollouts:
         self._pause = ExitStack()
         self._is_paused = False
         self.generator: Any = None
-        """Samples in the first process, by an engine or a pool; None in the others."""
+        """Samples in the first process, with an engine or a pool; None in the other processes."""
         if not args.process_index and pool is not None:
             self.generator = PooledGenerator(pool)
         elif not args.process_index:
@@ -459,14 +459,14 @@ class AsyncRollouts:
         assert collector is not None
         with self._groups_lock:
             try:
-                # Of a state that was loaded.
+                # Queue the samples of a loaded state.
                 self._put_samples()
                 while not self._is_stopping.is_set():
                     (group,) = collector.collect(1)
                     self._note_progress()
                     self._put(group, collector.metrics())
             finally:
-                # A pool would sample on.
+                # Otherwise a pool would go on sampling.
                 collector.close()
                 self._collector = None
 

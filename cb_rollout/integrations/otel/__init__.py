@@ -1,4 +1,4 @@
-"""Traces and metrics by OpenTelemetry: `instrument()`, and `export()` where no SDK is set up.
+"""Traces and metrics with OpenTelemetry: `instrument()`, and `export()` where no SDK is set up.
 
 The only folder that imports opentelemetry (extra `otel`). `instrument` sets no provider and changes
 no other instrumentation. Any thread may call. `observer` makes spans, `instruments` the metrics,

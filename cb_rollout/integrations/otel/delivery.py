@@ -15,10 +15,10 @@ from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
-# The SDK's own.
+# The SDK's default.
 ENDPOINT = "http://localhost:4318"
 
-# Of the SDK's threads, once their exporters are told to end.
+# Longest wait for the SDK's threads, once their exporters are told to end.
 LAST_SECONDS = 0.5
 
 
@@ -131,7 +131,7 @@ def shut_down(providers: Sequence[Any], exporters: Sequence[Exporter], seconds: 
     Args:
         providers: of the SDK; each ends its processors and its readers.
         exporters: those of the providers.
-        seconds: without an export that succeeds, after which the rest is given up.
+        seconds: after this time without a successful export, the remaining data is given up.
     """
     began = time.monotonic()
     # An exporter that waits for a collector does not keep to its own timeouts.

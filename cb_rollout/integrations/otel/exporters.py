@@ -51,7 +51,8 @@ class Exporters(AbstractContextManager["Exporters"]):
         Warns about everything that the collector did not receive during the run.
 
         Args:
-            timeout_seconds: without an export that succeeds, after which the rest is given up.
+            timeout_seconds: after this time without a successful export, the remaining data is
+                given up.
         """
         uninstrument()
         providers, self._providers = self._providers, []
@@ -112,7 +113,7 @@ def export(service_name: str = "cb_rollout") -> Exporters:
         tracers.add_span_processor(CountedSpanProcessor(spans, max_queue_size=size))
         trace.set_tracer_provider(tracers)
         made.append(tracers)
-    # The API has no name for its provider of before one is set.
+    # The API has no name for the provider that it uses before one is set.
     has_meter = "Proxy" not in type(metrics.get_meter_provider()).__name__
     if exports_metrics and not has_meter:
         measurements = CountedMetricExporter()

@@ -35,7 +35,7 @@ TIME_PER_OUTPUT_TOKEN = "gen_ai.server.time_per_output_token"
 REQUEST_DURATION = "gen_ai.server.request.duration"
 TOKEN_USAGE = "gen_ai.client.token.usage"
 
-# Buckets that the conventions advise.
+# Buckets that the conventions recommend.
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
@@ -227,8 +227,8 @@ class Instruments:
 
         Args:
             request: the sequence.
-            model_name: of the model that sampled it.
-            ended: when it ended, of `time.perf_counter()`.
+            model_name: name of the model that sampled it.
+            ended: when it ended, by `time.perf_counter()`.
             within: context of its span, for exemplars.
             error: the type of its error; None: it has none.
         """

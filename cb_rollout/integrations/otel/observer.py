@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger(__name__)
 
 SCOPE = "cb_rollout"
 
-# Attributes that the GenAI conventions have a name for.
+# Attributes for which the GenAI conventions have a name.
 GENAI_NAMES = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "generated_tokens": "gen_ai.usage.output_tokens",
@@ -262,7 +262,7 @@ class OtelObserver(Observer):
     def _context_of(self, headers: Mapping[str, str]) -> Context | None:
         """Return the context that headers name; None if the process already has a span."""
         current = context.get_current()
-        # Of another instrumentation of the server, which has read the headers.
+        # The span of another instrumentation of the server, which has read the headers.
         if trace.get_current_span(current).get_span_context().is_valid:
             return None
         return propagate.extract(headers, current)

@@ -25,10 +25,10 @@ from cb_rollout.integrations.ray.worker import PoolWorker, WorkerDescription, Wo
 # Methods of a worker that run at the same time: a report, a submission, an update, a cancellation.
 MAX_CONCURRENCY = 6
 
-# Ray's words, which its own trainers take in `resources_per_worker`, and those of its actors.
+# Names of resources in `resources_per_worker`, as Ray's own trainers take them, and in actors.
 RESOURCES = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
-# Advice where an argument of a call cannot travel.
+# Advice if an argument of a call cannot be sent.
 PICKLABLE = (
     "what SamplingParams holds must be picklable, and its modules installed on every machine"
 )
@@ -50,11 +50,11 @@ class WorkerHandle:
 
     actors: Sequence[Any]
     placement: Any = None
-    """Ray's placement group, which reserves the resources of several; None: there is one actor."""
+    """Ray's placement group, which reserves several actors' resources; None: there is one actor."""
 
 
 class RolloutWorker:
-    """A worker, or one shard of it, inside of an actor's process."""
+    """A worker, or one shard of it, inside an actor's process."""
 
     def listen(self) -> tuple[str, int]:
         """Open the store through which a worker's processes find each other; return its address."""
@@ -115,7 +115,7 @@ class Cluster:
         self._ray = _ray()
         self._size = tensor_parallel_size
         self._processes: list[psutil.Process] = []
-        # Before a cluster is made, which nobody would end.
+        # Checked before a cluster is made, because after an error nobody would end it.
         _require_amounts(resources_per_worker or {})
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
@@ -129,7 +129,7 @@ class Cluster:
 
     def _actor_class(self, resources: Mapping[str, float]) -> Any:
         """Return Ray's class of actors that have these resources each."""
-        # Without a number of CPUs an actor would be placed anywhere.
+        # Without a number of CPUs, Ray would place an actor anywhere.
         rays_own: dict[str, float] = {"num_cpus": 0}
         of_cluster: dict[str, float] = {}
         for name, amount in resources.items():

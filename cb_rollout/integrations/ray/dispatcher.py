@@ -14,7 +14,7 @@ from cb_rollout.engine.service.output_queue import OutputSink
 from cb_rollout.integrations.ray.worker import WorkItem
 from cb_rollout.types import FinishReason, GenerationOutput, RequestStatus
 
-# A sequence fails once so many workers in a row ended while they sampled it.
+# A sequence fails once this many workers in a row have ended while they sampled it.
 MAX_DEATHS = 4
 
 

@@ -32,14 +32,14 @@ from cb_rollout.types import GenerationOutput
 
 _LOGGER = logging.getLogger(__name__)
 
-# Between two looks at whether the pool has a worker, or was closed.
+# Interval between checks of whether the pool has a worker, or was closed.
 WATCH_SECONDS = 0.05
 
 # Longest time that a worker waits for a sequence to end before it reports, with and without work.
 BUSY_REPORT_SECONDS = 0.25
 IDLE_REPORT_SECONDS = 2.0
 
-# No further worker is started after so many in a row that failed to start.
+# No further worker is started after this many in a row have failed to start.
 MAX_FAILED_STARTS = 3
 
 # Longer than the thread should take to end.
@@ -156,7 +156,7 @@ class PoolManager:
             if description is not None
         ]
         if not limits:
-            # Between two workers the first one stands for them.
+            # While no worker runs, the limits of the first worker stand in.
             return self.first_description().limits.max_cached_tokens()
         return min(limits)
 
@@ -216,10 +216,10 @@ class PoolManager:
             yield self._weights
 
     def update(self, weights: WeightUpdate, in_flight: InFlight) -> None:
-        """Send new weights to every worker, inside `updating`; one that does not is replaced.
+        """Send new weights to every worker, inside `updating`; replace a worker that fails.
 
         Raises:
-            WeightSyncError: no worker took them, and the pool keeps the present ones.
+            WeightSyncError: no worker took the weights; the pool keeps the present weights.
         """
         answers: list[BaseException | None] = []
         while True:
@@ -262,7 +262,7 @@ class PoolManager:
     # On the thread.
 
     def _run(self) -> None:
-        # At its end the tasks of the workers are cancelled.
+        # At the runner's end, the tasks of the workers are cancelled.
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._watch())
 
@@ -366,14 +366,14 @@ class PoolManager:
     async def _send(
         self, worker: _Worker, weights: WeightUpdate, in_flight: InFlight
     ) -> BaseException | None:
-        """Send weights to a worker; return why it did not, and was ended."""
+        """Send weights to a worker; return the error if it did not take them and was ended."""
         are_deltas = weights.is_delta_for(worker.version)
         with self._lock:
             references = self._cluster.call_all(
                 worker.handle, "update", weights, in_flight, self._timeout, are_deltas
             )
         try:
-            # To fetch, and to write.
+            # Once the time to fetch, and once the time to write.
             await self._answer(worker, references, "update", 2 * self._timeout)
         except asyncio.CancelledError as error:
             if error.__cause__ is None or worker.description is None:
@@ -388,7 +388,7 @@ class PoolManager:
     ) -> None:
         """End the sequences that a worker could not read."""
         try:
-            # A split worker may have an update to take before, in twice the time.
+            # A split worker may first have to take an update, which may take twice this time.
             await self._answer(worker, references, "submit", 3 * self._timeout, RolloutError)
         except EngineDeadError:
             # Its report says so too.
@@ -400,7 +400,7 @@ class PoolManager:
         self, worker: _Worker, outputs: Sequence[GenerationOutput], counters: EngineCounters
     ) -> None:
         with self._lock:
-            # Before the outputs are delivered: who waits for the last of them reads these.
+            # Before the outputs are delivered: whoever waits for the last one reads the counters.
             has_computed = counters.num_forwards != worker.counters.num_forwards
             worker.counters = counters
             self._dispatcher.deliver(worker.number, outputs)

@@ -68,7 +68,7 @@ class PoolMember:
     group = None
 
     def __init__(self, description: WorkerDescription, seed: int | None, tokenizer: Any) -> None:
-        """Stand for a pool whose first worker is described."""
+        """Stand for a pool, with the description of its first worker."""
         self.limits = description.limits
         self.defaults = description.defaults
         self.routers = description.routers
@@ -386,7 +386,7 @@ class RolloutPool:
             )
         if self._base is not None and isinstance(weights, torch.nn.Module):
             require_base(weights, self._base)
-            # Frozen from now on.
+            # Checked once: the base stays frozen from now on.
             self._base = None
         values = new_values(weights, self._worker_tensors, merges_adapters=self._merges_adapters)
 
@@ -398,7 +398,7 @@ class RolloutPool:
                     # The other processes gather every weight.
                     deque(values, maxlen=0)
                 self.manager.update(update, InFlight(in_flight))
-            # References are the main process's.
+            # The references belong to the main process.
             return replace(update, references=(), deltas=())
 
         with observer().span("sync", in_flight=str(in_flight)) as span:
@@ -426,7 +426,7 @@ class RolloutPool:
                 delta = self._codec.delta(tensor, array, last_array)
                 deltas.append(self._cluster.put(delta))
                 delta_bytes += delta.nbytes
-        # What a late worker needs, and one whose weights are no version before, is whole.
+        # Whole weights, for workers that join late or do not have the version before.
         update = WeightUpdate(last.version + 1, tensors, references)
         has_all_deltas = len(deltas) == len(tensors)
         if not has_all_deltas or delta_bytes >= update.num_bytes:

@@ -35,11 +35,11 @@ class WorkerTensor:
     """A tensor of a worker's model, without its bytes."""
 
     names: tuple[str, ...]
-    """Its names; several where it is tied."""
+    """Its names; several if it is tied."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_buffer: bool
-    """True: no parameter; a state dict may lack it."""
+    """True: it is not a parameter, and a state dict may lack it."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,11 +52,11 @@ class WeightUpdate:
 
     version: int
     tensors: Sequence[WorkerTensor] = ()
-    """None: the weights are those of the checkpoint."""
+    """Empty: the weights are those of the checkpoint."""
     references: Sequence[Any] = ()
-    """Of each tensor's bytes in the object store, which are kept while this record is."""
+    """Reference of each tensor's bytes in the object store, which are kept while this record is."""
     deltas: Sequence[Any] = ()
-    """Of each tensor's delta to the version before, in the object store; empty: there are none."""
+    """Reference of each tensor's delta to the version before, in the store; empty: no deltas."""
     delta_bytes: int = 0
 
     @property
@@ -65,7 +65,7 @@ class WeightUpdate:
         return self.delta_bytes or sum(tensor.num_bytes for tensor in self.tensors)
 
     def is_delta_for(self, version: int) -> bool:
-        """Return whether a worker of `version` is sent deltas, and no whole tensors."""
+        """Return whether a worker of `version` is sent deltas instead of whole tensors."""
         return bool(self.deltas) and version == self.version - 1
 
 
@@ -74,7 +74,7 @@ class AdapterBase:
     """The weights that adapters are added to, which a trainer shares with its workers."""
 
     checksums: Mapping[WorkerTensor, int]
-    """Of each frozen parameter's bytes, by crc32."""
+    """The crc32 checksum of each frozen parameter's bytes."""
     scalings: Mapping[str, float]
     """Factor of each adapter."""
 
@@ -82,7 +82,7 @@ class AdapterBase:
 def worker_tensors(
     model: torch.nn.Module, *, merges_adapters: bool = True
 ) -> tuple[WorkerTensor, ...]:
-    """List the tensors that a whole, plain model takes, or else the parameters that train."""
+    """List the tensors of a whole, plain model; `merges_adapters=False`: only those that train."""
     weights = _chosen_weights(model, lambda tensor: tensor, merges_adapters)
     return tuple(map(_description, weights))
 

@@ -93,7 +93,7 @@ class WorkerDescription:
 
 
 class _NoOutputs(OutputSink):
-    """Drop a shard's outputs, which the first one reports."""
+    """Drop a shard's outputs, which the first shard reports."""
 
     def put(self, output: GenerationOutput) -> None: ...
 
@@ -240,7 +240,7 @@ class PoolWorker:
         weights.
 
         Raises:
-            WeightSyncError: the weights are of another model; none is written.
+            WeightSyncError: the weights are those of another model; nothing is written.
         """
         tensors = counterparts(update, self._manager.model)
         with self._manager.paused(in_flight.value):

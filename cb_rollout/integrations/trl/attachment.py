@@ -3,7 +3,7 @@
 TRL 1.16 asks an object named `vllm_generation` for completions, and every switch of that path is
 an attribute of the trainer, not of its arguments. So a trainer made without vLLM takes that path
 once its attributes are set; `args.use_vllm` stays False and vLLM is never imported. `detach`
-restores what is replaced. Called from the thread that trains, before or after training.
+restores what was replaced. Called from the thread that trains, before or after training.
 """
 
 import inspect
@@ -52,7 +52,7 @@ from cb_rollout.rollout.sampler import Sampler
 
 TESTED_VERSIONS = "trl>=1.16,<2"
 
-# Of every trainer; then of GRPO and RLOO.
+# Attributes used of every trainer; then of GRPO and RLOO trainers.
 USED_ATTRIBUTES = ("generation_config", "state", "accelerator", "model_wrapped")
 SCORED_ATTRIBUTES = ("use_vllm", "vllm_mode", "_metrics")
 SCORED_METHODS = (
@@ -79,10 +79,10 @@ def attach(
 
     Args:
         trainer: created with `use_vllm=False`, and not training yet.
-        config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`; its seed defaults to
-            the trainer's. Or a `RolloutPool` of the trainer's checkpoint, which has its own config:
-            its workers get the weights before each rollout, and `detach` leaves it open. Or
-            `SavedRollouts`.
+        config: a `RolloutConfig` or a transformers `ContinuousBatchingConfig`, whose seed defaults
+            to the trainer's. Or `SavedRollouts`. Or a `RolloutPool` of the trainer's checkpoint,
+            which has its own config: its workers get the weights before each rollout, and `detach`
+            leaves the pool open.
         token_advantages: GRPO only: a function of the batch's `LossRow`s and the trainer's
             advantages, (B,), that returns an advantage per token, float (B, T), where T is the
             length of the longest completion. None: all tokens of a row have the row's advantage.
@@ -116,7 +116,8 @@ def attach(
         _require_whole_outputs(trainer)
     group = generator.group
     if group is not None and trains_split_model(trainer):
-        # TRL 1.16 seeds each process apart; those of one split model must shuffle and drop alike.
+        # TRL 1.16 seeds each process differently, but processes that share a split model must
+        # shuffle and drop out alike.
         set_seed(trainer.args.seed + group.data_parallel_rank)
     backend = GenerationBackend(trainer, generator)
     if trainer.accelerator.is_main_process:

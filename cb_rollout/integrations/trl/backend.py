@@ -49,34 +49,34 @@ from cb_rollout.rollout.saved import RolloutSaver
 from cb_rollout.types import GenerationOutput
 from cb_rollout.weights.state import model_state
 
-# Any word but TRL's own "server" and "colocate", each of which has code of its own.
+# Any word but TRL's "server" and "colocate", for each of which TRL has its own code.
 GENERATION_MODE = "cb_rollout"
 
 # Attributes with which TRL 1.16's trainers ask an engine in their process for completions.
 LOADED = {"use_vllm": True, "vllm_mode": GENERATION_MODE}
 
-# The step of the last sync, of a trainer that has to sync before it generates.
+# The step of the last sync, in a trainer that must sync before it generates.
 NEVER_SYNCED = -1
-# Metrics that are logged from the first rollout on in which they are not 0.
+# Metrics that are logged only from the first rollout in which they are not 0.
 OF_SOME_TRAININGS = (
     "rollout/images_encoded",
     "rollout/offloaded_sequences",
     "rollout/restored_sequences",
 )
 
-# In a checkpoint's trainer_state.json, in the form of transformers' own callbacks.
+# Key in a checkpoint's trainer_state.json; its value has the form of transformers' own callbacks.
 DRAWS = "cb_rollout"
-# In a sampler's `process_state`: the number of the weights that sample.
+# Key in a sampler's `process_state`: the number of the weights that sample.
 VERSION = "policy_version"
 
 
 def sampler_source(config: Any) -> SamplerSource:
-    """Return what `attach` was given: a source of samplers, or the settings of an engine here."""
+    """Return the source of samplers that `attach` was given, or make one from engine settings."""
     return config if hasattr(config, "sampler_for") else EngineSource(config)
 
 
 def create_sampler(trainer: Any, source: SamplerSource) -> Sampler:
-    """Create a sampler of the trainer's model, tokenizer, seed and sampling settings.
+    """Create a sampler with the trainer's model, tokenizer, seed and sampling settings.
 
     Raises:
         ConfigurationError: a setting of the trainer, or of `attach`'s `config`, cannot be honoured,
@@ -108,7 +108,7 @@ def _length_setting(trainer: Any) -> str:
 
 
 def _num_decode_steps(trainer: Any) -> int | None:
-    """Return the most decode steps of a training; None: epochs or a loader say how long it is."""
+    """Return the most decode steps of a training; None: epochs or a loader decide its length."""
     length = getattr(trainer.args, _length_setting(trainer), None)
     num_rollouts = getattr(trainer.args, "max_steps", None)
     if not length or num_rollouts is None or num_rollouts <= 0:
@@ -131,7 +131,7 @@ def training_run(trainer: Any) -> TrainingRun:
 
 
 def _require_room_for_prompts(name: str, length: int, limits: ServingLimits) -> None:
-    """Refuse completions as long as the longest sequence; `name` is the trainer's setting."""
+    """Refuse a completion length that leaves no room for a prompt; `name` is its setting."""
     holders = {
         "the model takes": limits.max_positions,
         "the KV cache holds": limits.max_cached_tokens(),
@@ -146,7 +146,7 @@ def _require_room_for_prompts(name: str, length: int, limits: ServingLimits) -> 
 
 
 def generation_config_of(trainer: Any) -> Any:
-    """Return the trainer's config; what it leaves open the model's says, as in `model.generate`."""
+    """Return the trainer's config; the model's fills unset values, as in `model.generate`."""
     config = copy.deepcopy(trainer.generation_config)
     of_model = hf_compat.generation_config_of(trainer.model)
     if of_model is None:
@@ -160,7 +160,7 @@ def generation_config_of(trainer: Any) -> Any:
 
 
 def _optimizer(trainer: Any) -> Any:
-    """Return the trainer's optimizer, or its class or name, which tell its memory too."""
+    """Return the trainer's optimizer, or its class or name, which suffice to plan its memory."""
     if trainer.optimizer is not None:
         return trainer.optimizer
     class_and_arguments = getattr(trainer, "optimizer_cls_and_kwargs", None)
@@ -189,7 +189,7 @@ def trains_split_model(trainer: Any) -> bool:
 def add_part(trainer: Any, part: TrainerPart) -> None:
     """Make an attached trainer send its events to a part, until it is detached.
 
-    Call it after `attach` and before `trainer.train()`, of a resumed run too.
+    Call it after `attach` and before `trainer.train()`, also in a resumed run.
 
     Raises:
         ConfigurationError: nothing is attached to the trainer.
@@ -202,12 +202,12 @@ def log_metrics(
 ) -> None:
     """Add values to the next log of an attached trainer.
 
-    The log has the mean of the values of a name since the last log. What a part adds in `end_step`
-    is in the log of that step.
+    For each name, the log has the mean of its values since the last log. Values that a part adds in
+    `end_step` are in the log of that step.
 
     Args:
         trainer: an attached trainer.
-        metrics: a value by its name.
+        metrics: values by name.
         mode: the log of training, or of the evaluation in progress (`RolloutContext.mode`).
 
     Raises:
@@ -236,12 +236,12 @@ class GenerationBackend(TrainerCallback):
         """The trainer's temperature when it was attached."""
         self.installed = ExitStack()
         self.context = RolloutContext(self._mode)
-        """Of the rollout in progress, or of the last rollout."""
+        """Context of the rollout in progress, or of the last rollout."""
         self.make_batch: Callable[..., dict[str, Any]] | None = None
-        """Makes a batch as a strategy decides; None: the trainer's own scoring does."""
+        """Makes a batch as a strategy decides; None: the trainer's own scoring makes it."""
         self._timer = StepTimer(self.log, generator.durations)
         self.parts: list[TrainerPart] = [self._timer]
-        """The parts that are told of the trainer's events, in this order."""
+        """The parts that receive the trainer's events, in this order."""
         self._threads = FewerThreads()
         if self._may_vary_threads:
             self.parts.append(self._threads)
@@ -251,13 +251,13 @@ class GenerationBackend(TrainerCallback):
             saver = RolloutSaver(folder, accelerator.process_index, accelerator.num_processes)
             self.parts.append(SavingPart(saver))
         self._generation_settings = generation_config_of(trainer).to_dict()
-        """Of the trainer's generation config in the last rollout."""
+        """Settings of the trainer's generation config in the last rollout."""
         self._has_new_settings = False
-        """True: they changed, and the rollout that checks them has not begun."""
+        """True: the settings changed, and the rollout that checks them has not begun."""
         self._synced_model: list[object] = []
         """State of the training model at the last sync."""
         self._used: set[str] = set()
-        """Those of `OF_SOME_TRAININGS` that were not always 0."""
+        """Metrics of `OF_SOME_TRAININGS` that were not always 0."""
         self._is_training = False
         self._steps_to_come = 0
         self._process_state: dict[str, Any] = {}
@@ -276,7 +276,8 @@ class GenerationBackend(TrainerCallback):
         """Become the trainer's `vllm_generation`, and follow its steps, until it is detached.
 
         Args:
-            attributes: those with which the trainer asks its `vllm_generation`, and their values.
+            attributes: the trainer's attributes, with the values that make it ask its
+                `vllm_generation`.
         """
         self.override(vllm_generation=self, **attributes)
         self.override(**{self._synced_step: NEVER_SYNCED})
@@ -338,7 +339,7 @@ class GenerationBackend(TrainerCallback):
     def begin_rollout(self, collected: Collected | None = None) -> RolloutContext:
         """Begin a rollout of the trainer; all processes call it together.
 
-        `collected`: completions that a strategy sampled for it, after a sync of its own.
+        `collected`: completions that a strategy sampled for this rollout, after its own sync.
         """
         if collected is None:
             self._forget_sync_of_another_model()
@@ -426,12 +427,12 @@ class GenerationBackend(TrainerCallback):
         if not self._is_synced:
             return
         has_changed = model_state(self._trainer.model_wrapped) != self._synced_model
-        # A sync of a sharded model is of all processes.
+        # All processes must take part in the sync of a sharded model.
         if largest_of_all(self._trainer.accelerator, float(has_changed)):
             self.forget_synced_step()
 
     def sync_weights(self) -> None:
-        """Sync the trainer's weights; TRL calls it where its step is not that of the last sync."""
+        """Sync the trainer's weights; TRL calls this if its step is not that of the last sync."""
         with self.step_span.within():
             self.generator.follow(self._trainer.model_wrapped)
             self.generator.sync_weights()
@@ -552,7 +553,7 @@ class GenerationBackend(TrainerCallback):
             self.generator.sleep()
 
     def scored(self, rows: Sequence[LossRow], batch: Mapping[str, Any]) -> None:
-        """Tell the parts of a batch that has its advantages; see `TrainerPart.scored`."""
+        """Pass a batch that has its advantages to the parts; see `TrainerPart.scored`."""
         for part in self.parts:
             part.scored(self.context, rows, batch)
 
@@ -621,7 +622,7 @@ class GenerationBackend(TrainerCallback):
         for part in self.parts:
             part.end_training()
         if self.generator.config.release_cache == ReleaseCache.NEVER:
-            # A server's clients are answered.
+            # Go on answering a server's clients.
             self.generator.wake()
 
     def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
@@ -641,7 +642,7 @@ class GenerationBackend(TrainerCallback):
         self.step_span.set(policy_version=self.generator.policy_version)
         for part in self.parts:
             part.end_step(state.global_step)
-        # With `save_only_model` a checkpoint asks for no other state.
+        # With `save_only_model`, a checkpoint asks for this state only.
         self._keep_state(state)
 
     def on_evaluate(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:

@@ -42,7 +42,7 @@ from cb_rollout.types import GenerationOutput
 # The guard's name in a checkpoint.
 STATE = "logprob_guard"
 
-# Share of a rollout's ratios that rounding alone may clip; a clipped one has no gradient.
+# Share of a rollout's ratios that rounding alone may clip; a clipped ratio has no gradient.
 MAX_CLIPPED_SHARE = 0.01
 
 # Tokens before a difference that are audited with it.
@@ -104,8 +104,8 @@ class ComparedRow(NamedTuple):
         return None
 
     def _run_around(self, index: int) -> list[int]:
-        """Return indices of adjacent compared tokens, beginning `NUM_BEFORE` tokens earlier."""
-        # Tokens of tools and of older policies stand between the others.
+        """Return indices of adjacent compared tokens, from `NUM_BEFORE` before `index` on."""
+        # Tokens of tools and of older policies lie between the compared tokens.
         distance = self.positions[index] - index
         run = []
         for other in range(max(0, index - NUM_BEFORE), len(self.positions)):
@@ -159,7 +159,7 @@ class LogprobGuard(TrainerPart):
         return self.is_trusted and not self._is_auto
 
     def begin_training(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Go on as before the checkpoint; the first rollout is compared, maybe on another card."""
+        """Go on as before the checkpoint; compare the first rollout, maybe on a different card."""
         if state is None or STATE not in state:
             return
         self._num_rollouts = state[STATE]["num_rollouts"]
@@ -176,7 +176,7 @@ class LogprobGuard(TrainerPart):
         self.is_due = False
         if is_training and every and are_comparable(self._config, self._generator.defaults):
             self._num_rollouts += 1
-            # Saved rollouts drift from a policy that learns otherwise than the one that sampled.
+            # Saved rollouts drift from a policy that learns differently from the one that sampled.
             is_always_due = self._is_auto and not self._generator.samples_current_policy
             is_next = (self._num_rollouts - 1) % every == 0
             self.is_due = is_always_due or is_next or self._was_resumed
@@ -322,8 +322,8 @@ class LogprobGuard(TrainerPart):
         """Decide whether to use the sampled log-probabilities from now on.
 
         They must equal the trainer's up to rounding, and the loss must clip almost none of the
-        ratios that rounding alone produces. So it must be on every process that compared tokens,
-        and one must have.
+        ratios that rounding alone produces. Both must hold on every process that compared tokens,
+        and at least one process must have compared some.
         """
         sampled = [torch.tensor(row.sampled) for row in compared]
         trained = [torch.tensor(row.trained) for row in compared]
@@ -535,7 +535,7 @@ def warn_of_bias(
     """
     effect = "nothing corrects the difference"
     corrects = getattr(trainer, "vllm_importance_sampling_correction", False)
-    # The trainer's ratios are of the distribution that was sampled from.
+    # The trainer's ratios then refer to the distribution that was sampled from.
     if corrects and config.logprobs_mode == enums.LogprobsMode.PROCESSED:
         effect = "the importance-sampling correction multiplies the difference into the loss"
     biases = []
@@ -561,7 +561,7 @@ def warn_of_bias(
             "from the trainer's config, generation_kwargs and model.generation_config."
         )
     for bias in biases:
-        # The caller of attach().
+        # The warning points at the caller of attach().
         warnings.warn(bias, stacklevel=3)
 
 

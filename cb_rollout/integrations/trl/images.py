@@ -1,7 +1,7 @@
 """Find images in a trainer's data sets; choose rows of batches that hold images.
 
-TRL 1.16 keeps the images of all rows in one tensor, and divides and joins them by functions of its
-own, which are used here. Called by the trainer, on its thread.
+TRL 1.16 keeps the images of all rows in one tensor, and divides and joins them with its own
+functions, which are used here. Called by the trainer, on its thread.
 
 B: rows of a batch, P: tokens of the longest prompt, S: prompt and completion.
 """
@@ -20,9 +20,10 @@ from cb_rollout.packing.rows import PackedRow, with_images
 
 IMAGE_COLUMNS = ("image", "images")
 
-# What TRL passes to a forward beside ids and mask: of images, and for each token, (B, S).
+# Arguments that TRL passes to a forward besides ids and mask: these for each token, (B, S), and
+# those of images.
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-# Numbers of images and of tiles of each row, which no model takes.
+# Numbers of images and of tiles in each row, which no model takes.
 COUNTS = ("num_images", "num_tiles")
 PIXELS = "pixel_values"
 IMAGE_ARGUMENTS = (
@@ -85,7 +86,7 @@ def image_arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_rows(arguments: Mapping[str, Any], numbers: list[int]) -> dict[str, Any]:
-    """Return a forward's arguments, those of images for the rows at `numbers` alone."""
+    """Return a forward's arguments, with images only for the rows at `numbers`."""
     chosen = divided_images(arguments)
     for name, values in image_arguments(chosen).items():
         if isinstance(values, list):

@@ -1,4 +1,4 @@
-"""Generate for the trainers of distillation and online preferences of TRL.
+"""Generate for TRL's trainers of distillation and online preferences.
 
 Their losses compute every log-probability themselves, so only generation is replaced. Called by
 the trainer, on its thread.
@@ -30,13 +30,13 @@ class GenerationSeam:
     methods: tuple[str, ...]
     """Methods of the trainer that generate; a call is one rollout."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Attributes with which they ask `vllm_generation`; empty: they call the model's `generate`."""
+    """Attributes that make the methods ask `vllm_generation`; empty: they call `model.generate`."""
     synced_step: str = "_last_loaded_step"
 
 
 _SYNCED = {"use_vllm": True, "vllm_sync_frequency": 1}
 
-# By the name of TRL's class. A subclass generates as its parent does.
+# Seams by the name of TRL's class. A subclass generates as its parent does.
 SEAMS = {
     "DistillationTrainer": GenerationSeam(("_generate",), LOADED),
     "GOLDTrainer": GenerationSeam(

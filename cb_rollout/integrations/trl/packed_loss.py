@@ -43,11 +43,11 @@ from cb_rollout.packing.prefix_tree import num_tree_tokens, representative
 from cb_rollout.packing.rows import PackedRow, with_rope_sides
 from cb_rollout.rollout.distributed import largest_of_all
 
-# Reasons not to pack a batch, the graver one last.
+# Reasons not to pack a batch, the more serious one last.
 NO_ROWS = 1
 OTHER_INPUTS = 2
 
-# The reason of a process that has found none itself.
+# The reason that a process gives if only another process found one.
 ELSEWHERE = "so found another process"
 
 
@@ -114,7 +114,7 @@ class PackedScores:
         if torch.is_grad_enabled() and not is_kept:
             computes_again = bool(hf_compat.checkpointed_layers(self.facts.module))
         if layout is PackingLayout.FORKED_STATES and computes_again:
-            # Layers that are computed again take no states.
+            # Layers that the backward pass recomputes cannot start from a prompt's states.
             layout = PackingLayout.PADDED
             with_gradient = self._packed(trained, layout, max_tokens)
         others = sorted(set(range(len(self.rows))) - set(trained))
@@ -227,10 +227,10 @@ class PackedLoss:
         self._routers = routers
         self._can_pack = not packing_obstacle
         self._is_sharded = shards_models(trainer.accelerator)
-        # Of batches without images and with some; None: the trainer's own forward computes them.
+        # Layout of batches without and with images; None: the trainer's own forward computes them.
         first = first_layout(packing_obstacle)
         if packing_obstacle and self._is_sharded:
-            # Layers are computed again, which take no states.
+            # Layers are recomputed, and then cannot start from a prompt's states.
             first = PackingLayout.PADDED
             if trainer.accelerator.device.type == "cuda":
                 _warn_of_padding(packing_obstacle)
@@ -284,7 +284,7 @@ class PackedLoss:
         )
         if not self._is_fit(run, reason) or not self._is_proved(run, own):
             return None
-        # Sharded, every process enters as many forwards; a router loss balances the whole batch.
+        # Sharded processes must enter equally many forwards; a router loss covers the whole batch.
         is_whole = self._is_sharded or batch.has_aux_loss
         trained = list(range(len(run.rows)))
         limit = None
@@ -295,7 +295,8 @@ class PackedLoss:
         try:
             scores = run.scores(trained, limit, self._max_kept_tokens(run))
         except ConfigurationError as error:
-            # Rows are longer than those compared, and than a window that attention is not told of.
+            # Rows are longer than the compared rows, and longer than a window that attention does
+            # not get as an argument.
             if self._is_sharded:
                 raise
             _warn_of_batch(str(error))
@@ -307,7 +308,7 @@ class PackedLoss:
         """Return whether the batch of any process has images."""
         if not self._takes_images:
             return False
-        # Processes compare two forwards together.
+        # Processes compare two forwards together, so they must agree about images.
         has_images_here = batch.settings.get(images.PIXELS) is not None
         return largest_of_all(self._trainer.accelerator, has_images_here) > 0
 
@@ -408,13 +409,13 @@ class PackedLoss:
     def _comparable(self, run: PackedScores) -> PackedScores:
         """Return some rows of a batch, without a wrapper that waits for other processes."""
         numbers, rows = representative(run.rows)
-        # The side at which the trainer's own forward computes every row is that of its width.
+        # In the trainer's own forward, the width of the batch decides the RoPE side of every row.
         side = RowRope(run.facts.module).side(run.batch.input_ids.shape[1])
         return replace(
             run,
             facts=ModelFacts.of(run.facts.outermost),
             rows=[row._replace(rope_side=side) for row in rows],
-            # One forward of the trainer, for sharded processes enter as many as each other.
+            # One forward of the trainer, because sharded processes must enter equally many.
             batch=replace(run.batch.at(numbers, None), counts=None),
         )
 
@@ -454,7 +455,8 @@ class PackedLoss:
                 if not agreement:
                     return f"log-probabilities are off the trainer's forward by {agreement}"
             if run.layout is PackingLayout.FORKED_STATES:
-                # Without gradients too: the rows may have no fork of the lengths that come later.
+                # Compared even if the caller needs no gradients: these rows may have no fork of
+                # the lengths that come later.
                 return differing_gradients(model, compared.rows, scored, dtype)
         return None
 
@@ -512,8 +514,8 @@ def _warn_of_batch(reason: str) -> None:
 def _rows_with_gradient(rows: list[PackedRow], advantages: list[float]) -> list[int]:
     """Return the rows with an advantage, or else the shortest: a backward pass needs one.
 
-    If any row has images, one of those is included, so that the vision tower gets a gradient, of 0,
-    and not None.
+    If any row has images, one such row is included, so that the vision tower gets a gradient of 0
+    instead of None.
     """
 
     def length(number: int) -> int:

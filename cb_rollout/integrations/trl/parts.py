@@ -83,8 +83,8 @@ class TrainerPart:
 
         begin_training
             begin_step
-                begin_rollout, end_rollout, scored      once a generation
-                begin_loss, computed, end_loss          once a micro-batch
+                begin_rollout, end_rollout, scored      once per generation
+                begin_loss, computed, end_loss          once per micro-batch
             end_step
             checkpoint_state
             log                                         every `logging_steps`
@@ -147,15 +147,15 @@ class TrainerPart:
     def checkpoint_state(self) -> dict[str, Any]:
         """Return this part's state for a checkpoint, as JSON values; it is copied.
 
-        It is that of the whole run: one process writes it. Other parts' names are refused, so begin
-        them with your part's.
+        It is the state of the whole run: one process writes it. Names that another part uses are
+        refused, so begin each name with your part's.
         """
         return {}
 
     def process_state(self) -> dict[str, Any]:
         """Return this part's state on this process for a checkpoint, for `torch.save`.
 
-        Return plain data and tensors, under names as of `checkpoint_state`.
+        Return plain data and tensors. Choose names as for `checkpoint_state`.
         """
         return {}
 
@@ -175,7 +175,7 @@ class TrainerPart:
 class FewerThreads(TrainerPart):
     """Trains on a CPU with fewer of torch's threads while other processes use the cores.
 
-    It decides after a rollout and around each loss. During a rollout the engine does.
+    It decides after a rollout and around each loss. During a rollout, the engine decides.
     """
 
     def __init__(self) -> None:
@@ -223,7 +223,7 @@ class StepTimer(TrainerPart):
 
     def begin_step(self, step: int) -> None:
         self._step_began = time.perf_counter()
-        # Of a step that failed, if any.
+        # End the span of a step that failed, if there is one.
         self._end_span()
         self.span = observer().begin("step", step=step)
 

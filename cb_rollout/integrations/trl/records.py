@@ -29,7 +29,7 @@ from cb_rollout.rollout.recording.distributions import TokenDistributions
 from cb_rollout.rollout.recording.recorder import RolloutRecorder, show_in_wandb
 from cb_rollout.rollout.recording.run_settings import engine_sections
 
-# Columns of the table in a notebook, beside the loss.
+# Columns of the table in a notebook, besides the loss.
 NOTEBOOK = {
     "reward": "Reward",
     "completions/mean_length": "Completion Length",
@@ -60,7 +60,7 @@ class TrainerRecords(TrainerPart):
         """Step that has ended, and whose metrics are not written yet."""
         self._step_means: dict[str, float] = {}
         self._learning_rate: dict[str, float] = {}
-        """That of the step in progress, by the name it is logged under; empty: no schedule."""
+        """Learning rate of the step in progress, by its logged name; empty: no schedule."""
         self._num_sequences = num_sequences
         self._durations = durations
         run_dir = Path(trainer.args.output_dir) / RUN_DIR_NAME
@@ -72,7 +72,7 @@ class TrainerRecords(TrainerPart):
         self._group_rewards: list[list[float]] = []
         self._distributions = TokenDistributions()
         self._uncompared: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        """By the row's id the sampled log-probabilities of its tokens, and which of them count."""
+        """By row id: the sampled log-probabilities of the row's tokens, and which of them count."""
         self._has_trained = False
 
     @property
@@ -86,7 +86,7 @@ class TrainerRecords(TrainerPart):
         settings: dict[str, Any] = {"class": type(trainer).__name__}
         settings |= changed_settings(trainer.args)
         settings["reward functions"] = getattr(trainer, "reward_func_names", [])
-        # The report says by it which curves have few points.
+        # From it, the report says which curves have few points.
         settings["logging_steps"] = trainer.args.logging_steps
         return {"Trainer": settings} | engine_sections(trainer.model, self._config)
 
@@ -186,11 +186,11 @@ class TrainerRecords(TrainerPart):
         self._learning_rate = {}
         schedule = self._trainer.lr_scheduler
         if schedule is not None:
-            # That of this step: the schedule moves on before the step has ended.
+            # Read now, because the schedule moves on before the step has ended.
             self._learning_rate["learning_rate"] = float(schedule.get_last_lr()[0])
 
     def end_step(self, step: int) -> None:
-        """Keep the step's metrics; they are written with its log, or where the next step begins."""
+        """Keep the step's metrics; they are written with its log, or when the next step begins."""
         self._step = step
         self._step_means = self._measured.take(self._trainer._metrics["train"])
         self._step_means |= self._learning_rate
@@ -265,7 +265,7 @@ class StepMeans:
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[list[float], int]] = {}
-        """By name the list at the last step's end, and how many values it had."""
+        """By name: the list at the end of the last step, and how many values it had."""
 
     def take(self, measured: Mapping[str, list[float]]) -> dict[str, float]:
         """Return the mean of each list's new values that are numbers."""
@@ -286,7 +286,7 @@ class StepMeans:
 
 
 def _numbers_of(rows: Sequence[LossRow], rewards_by_id: Mapping[int, float]) -> list[int]:
-    """Return the place of each rewarded row in a batch, which may have the row twice."""
+    """Return the index of each rewarded row in a batch, which may contain a row twice."""
     numbers: dict[int, int] = {}
     for number, row in enumerate(rows):
         if row.id in rewards_by_id:

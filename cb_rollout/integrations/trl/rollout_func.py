@@ -1,4 +1,4 @@
-"""Make functions for `GRPOTrainer(rollout_func=...)` that sample by the attached engine.
+"""Make functions for `GRPOTrainer(rollout_func=...)` that sample with the attached engine.
 
 Called by the trainer, on its thread.
 """
@@ -31,7 +31,7 @@ def make_rollout_func(sampling_params: SamplingParams | None = None) -> RolloutF
 
     Pass it to the trainer, or call it from your own function, once or for each turn. The trainer
     must be attached before it trains. Without `sampling_params`, the trainer's apply. Your own are
-    checked in the same way: a warning tells you if they sample from another distribution than the
+    checked in the same way: a warning tells you if they sample from a distribution other than the
     loss's, and parameters that `sampling_mask="replay"` or `old_logps="rollout"` does not support
     are refused.
 
@@ -66,8 +66,8 @@ def make_agent_rollout(
     """Make a `rollout_func` from an agent that talks to an OpenAI base URL.
 
     The policy is served on this machine, with a base URL for each completion. The trainer trains on
-    the sampled tokens; if an agent rewrites its history, on the branch with the most of them. The
-    agent should not set sampling parameters, so that the trainer's apply. Pass
+    the sampled tokens; if an agent rewrites its history, on the branch with the most sampled
+    tokens. The agent should not set sampling parameters, so that the trainer's apply. Pass
     `reward_funcs=agent_reward` to use the agents' rewards.
 
     Args:
@@ -127,7 +127,7 @@ def _num_sampled(sample: Sample) -> int:
 
 
 def _columns(sessions: Sequence[Any]) -> dict[str, Any]:
-    """Return TRL's columns of a `rollout_func`: of each session the sample with the most tokens."""
+    """Return TRL's columns of a `rollout_func`: each session's sample with the most tokens."""
     columns: dict[str, list[Any]] = {
         "prompt_ids": [],
         "completion_ids": [],

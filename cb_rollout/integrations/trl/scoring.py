@@ -55,7 +55,7 @@ MAX_DIFFERENCE = "sampling/sampling_logp_difference/max"
 TokenAdvantages = Callable[[Sequence[LossRow], torch.Tensor], torch.Tensor]
 """Takes the rows of a batch and their advantages, (B,); returns advantages of tokens, (B, T)."""
 
-# A loss of these is a product with the advantage; another one may train every row.
+# Losses of these modules are products with the advantage; any other loss may train every row.
 LOSS_MODULES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
 
 SCORING = "_generate_and_score_completions"
@@ -122,7 +122,7 @@ class _BatchState:
     masks_truncated: bool = False
     """True: truncated completions are masked here, and not by the trainer."""
     rows: list[LossRow] = field(default_factory=list)
-    """Of the latest generation, in its order."""
+    """Rows of the latest generation, in its order."""
     asks_old_logprobs: bool = False
     """True until the trainer's scoring has asked for old log-probabilities."""
     is_finished: bool = False
@@ -175,12 +175,12 @@ class TrainerScoring:
         self._index = RowIndex(config.replay_num_rollouts if keeps_earlier else 0)
         self._calculate_rewards = trainer._calculate_rewards
         self._compute_loss = trainer.compute_loss
-        # Apart on each process: a strategy moves rows from one to another.
+        # Processes use different ids, because a strategy moves rows from one process to another.
         accelerator = trainer.accelerator
         self._row_ids = itertools.count(accelerator.process_index, accelerator.num_processes)
         self._state = _BatchState()
         self._loss_inputs: dict[str, Any] | None = None
-        """Of the loss that the trainer computes; None: it computes none."""
+        """Inputs of the loss that the trainer is computing; None: it computes none."""
         self._loss_tokens = LossTokens()
         self._step_that_trusts_sampled: int | None = None
         """Step whose old log-probabilities are the sampled ones; None: they are recomputed."""
@@ -226,7 +226,7 @@ class TrainerScoring:
         self._index.add(rows)
         if self._corrects_ends:
             self._correct_metrics(rows)
-        # As TRL 1.16's scoring decides, which follows; RLOO's always asks.
+        # Decided as by TRL 1.16's scoring, which follows; RLOO's always asks.
         corrects = getattr(self._trainer, "vllm_importance_sampling_correction", True)
         self._state.asks_old_logprobs = corrects or not updates_once(self._trainer)
         return generated
@@ -249,7 +249,7 @@ class TrainerScoring:
         # A row that no reward function scored has no reward, and not the reward 0.
         sums[rewards.isnan().all(1)] = torch.nan
         all_rewards = sums.tolist()
-        # In the order of the processes, each of which has as many rows.
+        # In the order of the processes, which have equally many rows.
         accelerator = self._trainer.accelerator
         context = self._backend.context
         start = accelerator.process_index * len(prompts)
@@ -272,8 +272,9 @@ class TrainerScoring:
             version = self._backend.generator.policy_version
             is_new = all(row.was_sampled_by(version) for row in batch[ROWS_KEY])
             if is_new and _has_sampled_as_old(batch):
-                # Rounding between sampler and loss clips no ratio: the loss takes its own, as
-                # TRL's. Rows of an older policy keep the ratio to that policy.
+                # The loss takes its own log-probabilities as the old ones, as TRL's does, so that
+                # rounding between sampler and loss clips no ratio. Rows of an older policy keep the
+                # ratio to that policy.
                 batch.pop("old_per_token_logps", None)
         return batch
 
@@ -561,7 +562,8 @@ class TrainerScoring:
         has_sampled = inputs.get("sampling_per_token_logps") is not None
         if not has_sampled or self._step_that_trusts_sampled != self._trainer.state.global_step:
             return
-        # Of the rows of this forward: a loss of one's own may score others, or in another order.
+        # Sampled values of this forward's rows: a user's own loss may score other rows, or reorder
+        # them.
         sampled_BT = batch.sampled_logprobs()
         mask_BT = batch.sampled_mask()
         if sampled_BT is None:

@@ -30,10 +30,10 @@ from cb_rollout.types import GenerationOutput
 if TYPE_CHECKING:
     from cb_rollout.rollout.generator import RolloutGenerator
 
-# A number so far off, in multiples of the noise, is as likely of another cause.
+# At this distance, in multiples of the noise, a number is as likely to have another, unknown cause.
 DOUBTFUL_MULTIPLE = 10.0
 
-# Median distance, in multiples of the noise, that rounding alone rarely has.
+# Median distance, in multiples of the noise, that rounding alone rarely exceeds.
 DOUBTFUL_MEDIAN = 1.5
 
 
@@ -51,7 +51,7 @@ class RankedCause(NamedTuple):
     """A tested cause, its evidence, and its place among the others."""
 
     rank: tuple[int, float]
-    """The least is the best."""
+    """The smallest rank is the best."""
     tested: TestedCause
     evidence: Evidence
 
@@ -121,7 +121,7 @@ def audit(
         logprobs_mode = logprobs_mode or reported_mode(engine.config)
     if tokenizers and tokenizer is None:
         raise ConfigurationError("tokenizers are compared with the trainer's; pass tokenizer too.")
-    # The trainer's own has no name.
+    # The trainer's own tokenizer has an empty name.
     named_tokenizers = {"": tokenizer, **(tokenizers or {})}
     is_processed = LogprobsMode(logprobs_mode or "policy") is LogprobsMode.PROCESSED
     auditor = _Auditor(chosen, model, sampling_params, is_processed)
@@ -183,7 +183,7 @@ class _Auditor:
         reported: list[float] = []
         for output in outputs:
             reported.extend(output.logprobs)
-        # Engines compute in float32, and may send more digits.
+        # Engines compute in float32, even if they send more digits.
         reported_N = torch.tensor(reported, dtype=torch.float32, device=self.forwards.device)
         self.reported_N = reported_N.double()
         self.readouts = Readouts(
@@ -202,7 +202,7 @@ class _Auditor:
 
         short_dtype = evidence.short_dtype(self.reported_N)
         self.step_N: float | torch.Tensor
-        """Distance of the numbers that could be sent."""
+        """Distance between neighbouring numbers that the engine could send; 0: any number."""
         if short_dtype is not None:
             self.step_N = self.reported_N.abs() * torch.finfo(short_dtype).eps
             detail = str(short_dtype).removeprefix("torch.")
@@ -214,14 +214,14 @@ class _Auditor:
         self.clean = self._tested(hypothesis)
 
     def _logits(self, change: Change) -> Iterator[torch.Tensor]:
-        """Yield the logits of each row, `[T, V]`, by a changed forward."""
+        """Yield the logits of each row, `[T, V]`, from a changed forward."""
         for number in range(len(self.lengths)):
             yield self.forwards.logits(number, change)
 
     def _measured_rounding(self, trainer: Prediction) -> float:
         """Return the rounding of a logit, root-mean-square, in nats.
 
-        Measured on the first sequences against a higher precision, where that takes seconds.
+        Measured on the first sequences against a higher precision, if that takes only seconds.
         """
         dtype = self.forwards.compute_dtype()
         higher = torch.float64 if dtype == torch.float32 else torch.float32
@@ -262,7 +262,7 @@ class _Auditor:
         noise_N = variance_N.sqrt()
         distances_N = evidence.differences(self.reported_N, prediction.logprobs_N)
         return TestedCause(
-            # The weights of its change are let go.
+            # Drop the change, which frees its weights.
             hypothesis=hypothesis._replace(effect=prediction),
             prediction=prediction,
             noise_N=noise_N,
@@ -306,9 +306,9 @@ class _Auditor:
         return best.tested is self.clean and multiple > DOUBTFUL_MEDIAN
 
     def _updated(self, older: TestedCause, weights: Weights) -> Iterator[Hypothesis]:
-        """Yield the causes of weights that changed while sequences were sampled.
+        """Yield the causes in which the weights changed while sequences were sampled.
 
-        Each sequence has its own number of tokens from the version before.
+        The number of tokens from the older version is fitted for each sequence.
         """
         detail = older.hypothesis.detail
         num_fitted = len(self.lengths)
@@ -325,7 +325,7 @@ class _Auditor:
         yield Hypothesis(Cause.UPDATED, detail, mixed, num_fitted)
         if "past_key_values" not in self.forwards.argument_names:
             return
-        # Neither version explains a token of new weights and old keys.
+        # Neither version explains a token that new weights computed from old keys.
         others_N = torch.maximum(self.clean.log_densities_N, self._unsure(older))
         num_old_tokens = self._num_leading(older, others_N)
         num_cached: list[int] = []
@@ -336,7 +336,7 @@ class _Auditor:
         yield Hypothesis(Cause.OLD_KEYS_KEPT, detail, change, num_fitted)
 
     def _exchanged(self, tested: Sequence[TestedCause]) -> Iterator[Hypothesis]:
-        """Yield images of another prompt for each sequence, or its own, whichever fits best."""
+        """Yield the cause in which each sequence has the images that fit best, its own included."""
         candidates = [self.clean]
         for tested_cause in tested:
             if tested_cause.hypothesis.cause is Cause.IMAGES_EXCHANGED:
@@ -368,7 +368,7 @@ class _Auditor:
         return evidence.log_densities(DOUBTFUL_MULTIPLE * tested.noise_N, tested.noise_N)
 
     def _ranked(self, tested: Sequence[TestedCause]) -> list[RankedCause]:
-        """Return the causes, best first: by likelihood if they explain, else by distance."""
+        """Return the causes, best first: those that explain by likelihood, others by distance."""
         ranking = [self._with_rank(tested_cause) for tested_cause in tested]
         return sorted(ranking, key=lambda ranked: ranked.rank)
 
@@ -383,11 +383,11 @@ class _Auditor:
         compared = agreement.agrees(self.reported_N[:, None], predicted_N[:, None], tested.noise_N)
         explains = evidence.explains(tested.distances_N, tested.noise_N)
         if tested is clean:
-            # One number beyond rounding is a difference, unless 16 bits flip an expert.
+            # One number beyond rounding is a difference; in 16 bits it may be a flipped expert.
             is_short = self.forwards.compute_dtype().itemsize < torch.float32.itemsize
             explains = bool(compared) or (explains and is_short)
         elif hypothesis.noise_share:
-            # Another cause leaves the numbers closer to the trainer's than to these.
+            # If another cause is at work, the numbers are closer to the trainer's than to these.
             explains = explains and distance < 0.9 * float(clean.distances_N.mean())
         if not explains:
             rank = (1, distance)
@@ -411,7 +411,7 @@ class _Auditor:
     def _starts(self, best: TestedCause) -> dict[str, int | None]:
         """Return the token at which each sequence departs from the trainer's numbers.
 
-        `best` explains them; else it is the trainer's own prediction.
+        `best` explains the reported numbers; if no cause does, it is the trainer's own prediction.
         """
         better_N = self._unsure(best) if best is self.clean else best.log_densities_N
         gains_N = (better_N - self.clean.log_densities_N).cpu()

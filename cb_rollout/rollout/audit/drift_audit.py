@@ -1,7 +1,7 @@
-"""Audit sequences during a training.
+"""Audit sequences while a trainer trains.
 
-Owns what an audit may cost it; its text is added to the run's records. No
-exception of an audit leaves it. Called by the thread that trains.
+Owns the limits on what an audit may cost. Adds the text of an audit to the run's records. Logs an
+exception of an audit instead of raising it. Called by the thread that trains.
 """
 
 import logging
@@ -20,11 +20,11 @@ from cb_rollout.rollout.audit.auditor import audit
 from cb_rollout.rollout.audit.report import AuditReport
 from cb_rollout.types import GenerationOutput
 
-# Sequences, and tokens of each: enough for a cause that is larger than rounding.
+# Sequences, and tokens of each: enough to find a cause whose effect is larger than rounding.
 MAX_SEQUENCES = 4
 MAX_TOKENS = 128
 
-# Copies that an audit holds at a time: of the weights, beside the versions, and of the logits.
+# Copies that an audit holds at a time: of the weights, besides the versions, and of the logits.
 WEIGHT_COPIES = 2
 LOGIT_COPIES = 8
 
@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def holds_whole_model(trainer: Any) -> bool:
-    """Return whether each process holds the trainer's model whole: others cannot be audited."""
+    """Return whether each process holds the whole model; only such a model can be audited."""
     is_split = ModelFacts.of(trainer.model).is_split
     return not (is_split or shards_models(trainer.accelerator))
 
@@ -40,10 +40,10 @@ def holds_whole_model(trainer: Any) -> bool:
 def audit_drift(
     outputs: Sequence[GenerationOutput], trainer: Any, **arguments: Any
 ) -> AuditReport | None:
-    """Return why log-probabilities are not a trainer's; None: it failed, or memory is short.
+    """Return why log-probabilities differ from a trainer's; None: the audit failed or did not run.
 
-    Takes the arguments of `audit`. Looks at the first `MAX_SEQUENCES` sequences, which should have
-    at most `MAX_TOKENS` tokens each.
+    It does not run without outputs, or if memory is short. Takes the arguments of `audit`. Looks at
+    the first `MAX_SEQUENCES` sequences, which should have at most `MAX_TOKENS` tokens each.
     """
     report = None
     model = trainer.model
@@ -60,7 +60,7 @@ def audit_drift(
             if trainer.accelerator.is_main_process:
                 record_audit(Path(trainer.args.output_dir) / RUN_DIR_NAME, text)
     except Exception:
-        # The run must not end by what explains its numbers.
+        # An audit only explains the run's numbers, so its failure must not end the run.
         _LOGGER.info("the drift could not be audited, or not recorded", exc_info=True)
     return report
 

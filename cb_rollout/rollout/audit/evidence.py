@@ -1,8 +1,8 @@
 """Measure how well predicted log-probabilities explain reported ones.
 
 Arithmetic; runs no model. The noise of a token is the rounding of a logit times the token's
-sensitivity to it: a certain token is exact. The noise follows Student's t with three degrees of
-freedom, whose heavy tails allow for different kernels and flipped routers.
+sensitivity to it, which vanishes for a certain token. The noise follows Student's t with three
+degrees of freedom, whose heavy tails allow for different kernels and flipped routers.
 
 N: tokens of all sequences, T: tokens of one, V: vocabulary.
 """
@@ -14,16 +14,16 @@ import torch
 
 from cb_rollout.engine.numerics.agreement import LARGEST_MULTIPLE, TYPICAL_MULTIPLE
 
-# Another engine's rounding and the trainer's own, as a multiple of the latter.
+# Rounding of another engine and of the trainer together, as a multiple of the trainer's.
 MARGIN = 2.0
 
-# Sensitivity of a certain token: its log-probability itself is rounded.
+# Sensitivity of a certain token, which is not 0 because its log-probability itself is rounded.
 LEAST_SENSITIVITY = 0.05
 
-# Nats that stand for any larger difference, as of a token that a hypothesis excludes.
+# Nats that stand for any larger difference, such as that of a token that a hypothesis excludes.
 LARGEST_DIFFERENCE = 100.0
 
-# Share of tokens beyond the noise of a cause: roundings that fall the other way.
+# Share of tokens that may lie beyond the noise of a cause, because a rounding fell the other way.
 MAX_OUTLIERS = 0.01
 
 # Nats in favour of another cause before rounding is doubted.
@@ -38,7 +38,7 @@ class Prediction(NamedTuple):
 
     logprobs_N: torch.Tensor
     sizes_N: torch.Tensor
-    """Nats by which they change, root-mean-square, if each logit changes by one."""
+    """Nats by which `logprobs_N` change, root-mean-square, if each logit changes by one."""
 
 
 def prediction(logprobs_NV: torch.Tensor, tokens_N: torch.Tensor) -> Prediction:
@@ -92,12 +92,12 @@ def explains(distances_N: torch.Tensor, noise_N: torch.Tensor) -> bool:
 
 
 def first_of_suffix(gains_T: torch.Tensor) -> int | None:
-    """Return the start of the suffix that favours a cause most; None: not by enough nats."""
+    """Return the start of the suffix that favours a cause most; None: none favours it enough."""
     largest, index = gains_T.flip(0).cumsum(0).flip(0).max(0)
     return int(index) if largest > LEAST_EVIDENCE else None
 
 
 def changepoint(before_T: torch.Tensor, after_T: torch.Tensor) -> int:
-    """Return the number of leading tokens that `before_T`, log-densities, explains better."""
+    """Return how many leading tokens `before_T` explains better; both are log-densities."""
     gains_T = (before_T - after_T).cumsum(0)
     return int(torch.cat([torch.zeros_like(gains_T[:1]), gains_T]).argmax())

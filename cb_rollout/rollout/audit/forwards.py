@@ -34,7 +34,7 @@ from cb_rollout.packing.rows import PackedRow
 from cb_rollout.types import GenerationOutput
 
 Weights = Mapping[str, torch.Tensor]
-"""Tensors by their names in the transformers model, which take the place of its own."""
+"""Tensors by name, which replace the transformers model's own tensors of these names."""
 
 # Prefixes of names in the state dicts of wrappers.
 WRAPPERS = re.compile(r"^(?:_orig_mod\.|module\.|base_model\.model\.)+")
@@ -52,13 +52,13 @@ class Change:
     cached_weights: Weights | None = None
     """Weights that computed the keys of the first tokens; None: none are cached."""
     num_cached: Sequence[int] = ()
-    """Number of those tokens of each sequence, below that of prompt and completion. A number that
-    would cut an image is lowered."""
+    """How many tokens of each sequence have these keys: fewer than prompt and completion together.
+    A number that would cut an image is lowered."""
     head_dtype: torch.dtype | None = None
-    """Computes the head; None: the model's own."""
+    """Dtype in which the head is computed; None: the model's own."""
     replays_routes: bool = False
     longest: int = 0
-    """Length of a sequence in the same batch, which RoPE is scaled by; 0: there is none."""
+    """Length of another sequence in the batch, by which RoPE is scaled; 0: there is none."""
 
 
 class Forwards:
@@ -111,7 +111,7 @@ class Forwards:
             positions_2S[1, -1] = change.longest - 1
             settings["position_ids"] = positions_2S
         if change.rows is not None or change.longest:
-            # Padding is attended to.
+            # Padding is attended to, like any other token.
             settings["attention_mask"] = torch.ones_like(ids_1S)
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self.inner))
@@ -145,7 +145,7 @@ class Forwards:
     def _with_old_keys(
         self, ids_1S: torch.Tensor, number: int, change: Change, settings: dict[str, Any]
     ) -> torch.Tensor:
-        """Return logits, `[S, V]`, of cached tokens by the old weights, and of the rest."""
+        """Return logits, `[S, V]`: the cached tokens' from the old weights, then the rest."""
         row = self.rows[number]
         S = ids_1S.shape[1]
         num_cached = row.num_shareable(change.num_cached[number])
@@ -174,7 +174,7 @@ class Forwards:
     def weights_of(self, version: Weights | Callable[[], Weights]) -> Weights:
         """Return a version's tensors by the names of the inner model.
 
-        `ConfigurationError`: a tensor has no place in the model.
+        Raises `ConfigurationError` if a tensor has no place in the model, or there is no tensor.
         """
         state = version() if callable(version) else version
         targets = dict(self.inner.named_parameters()) | dict(self.inner.named_buffers())
@@ -189,7 +189,7 @@ class Forwards:
                 # A tied head may be saved too; it follows the embedding.
                 unknown.append(name)
         if not any("lora_" in name for name in state):
-            # A merged copy, or a base model.
+            # The state is that of a merged copy, or of a base model.
             weights |= without_adapters(self.inner)
         if unknown or not weights:
             raise ConfigurationError(

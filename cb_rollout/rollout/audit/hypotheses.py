@@ -23,13 +23,13 @@ from cb_rollout.rollout.audit.forwards import Change, Forwards, Weights, without
 from cb_rollout.rollout.audit.report import Cause
 from cb_rollout.weights.adapters import low_ranks_of
 
-# Blocks of vLLM, SGLang and this package: whole ones are found again.
+# Block sizes of vLLM, SGLang and this package, whose prefix caches find only whole blocks.
 BLOCK_SIZES = (16, 32)
 
-# Offsets of positions: off by one, and the two places that OPT's embeddings begin with.
+# Offsets of positions: off by one, and the two extra positions that OPT's embeddings begin with.
 OFFSETS = (-1, 1, 2)
 
-# Other prompts, the nearest in order, whose images each prompt is tested with.
+# Number of other prompts, nearest in order, with whose images each prompt is tested.
 MAX_STEPS = 15
 
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|layer)\.(\d+)\.")
@@ -55,7 +55,7 @@ def hypotheses(
 
     The tokenizer named "" is the trainer's, or None.
     """
-    # Before versions: a new adapter changes nothing, so its first version is the base model too.
+    # Before versions: a new adapter changes nothing, so its first version equals the base model.
     yield from _adapters(forwards.inner)
     for name, weights in versions.items():
         yield Hypothesis(Cause.OLDER_VERSION, name, Change(weights))
@@ -88,12 +88,12 @@ def _stale_prompts(forwards: Forwards, name: str, weights: Weights) -> Iterator[
     # The last token of a prompt is always computed: its logits are needed.
     lengths = [len(row.prompt_ids) - 1 for row in forwards.rows]
     num_shared = num_common([list(row.prompt_ids) for row in forwards.rows])
-    # Number of cached tokens of each row, by what is cached.
+    # Number of cached tokens of each row, by the name of the part that is cached.
     tried = {f"first {num_shared} tokens": tuple(min(num_shared, length) for length in lengths)}
     for size in BLOCK_SIZES:
         tried[f"blocks of {size}"] = tuple(length // size * size for length in lengths)
     tried["whole prompts"] = tuple(lengths)
-    # Equal numbers are one hypothesis, by the name that comes last.
+    # Equal numbers are one hypothesis, under the last of their names.
     names: dict[tuple[int, ...], str] = {}
     for cached_part, num_cached in tried.items():
         if any(num_cached):
@@ -125,7 +125,7 @@ def _adapters(inner: torch.nn.Module) -> Iterator[Hypothesis]:
             exchanged = _exchanged(parameters, first_active, other)
             yield Hypothesis(Cause.OTHER_ADAPTER, other, Change(exchanged))
     with suppress(ConfigurationError):
-        # Refuses adapters that are no low-rank product, such as DoRA's.
+        # Refuses adapters that are not a low-rank product, such as DoRA's.
         rounded: dict[str, torch.Tensor] = {}
         for name, weight in _merged(inner).items():
             rounded[name] = weight.bfloat16().to(weight.dtype)
@@ -157,7 +157,7 @@ def _merged(inner: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _precisions(inner: Any) -> Iterator[Hypothesis]:
-    """Yield a model, and a head, in bfloat16 if the trainer has float32."""
+    """Yield the model, and its head alone, in bfloat16 if the trainer has float32."""
     if torch.is_autocast_enabled(inner.device.type):
         return
     rounded: dict[str, torch.Tensor] = {}
@@ -174,7 +174,7 @@ def _precisions(inner: Any) -> Iterator[Hypothesis]:
 
 
 def _quantised(inner: Any) -> Iterator[Hypothesis]:
-    """Yield linear weights in 8 bits: integers with a scale for each output, floats with one."""
+    """Yield linear weights in 8 bits: integers with a scale per output, floats with one scale."""
     layers = _quantisable_layers(inner)
     for dtype in (torch.int8, torch.float8_e4m3fn):
         weights = {}
@@ -249,14 +249,14 @@ def _read_otherwise(
     detail: str = "",
     completions: Sequence[Sequence[int]] | None = None,
 ) -> Iterator[Hypothesis]:
-    """Yield a cause, if the model knows every id, and each sampled token has one.
+    """Yield a cause if the model knows every id, and completions keep their numbers of tokens.
 
     Args:
         forwards: has the sequences.
-        cause: of the other token ids.
-        prompts: other ids of each prompt; an empty one is left as it was.
+        cause: the reason for the other token ids.
+        prompts: the ids that the engine read for each prompt; empty: the recorded ids.
         detail: distinguishes the hypothesis from others of the same cause.
-        completions: other ids of each completion; None: unchanged.
+        completions: the ids that the engine sampled for each completion; None: the recorded ids.
     """
     vocab_size = hf_compat.vocab_size(forwards.inner)
     if completions is None:
@@ -282,7 +282,7 @@ def _texts(tokenizer: Any, sequences: Iterable[Sequence[int]]) -> list[str]:
 def _tokenised_again(
     forwards: Forwards, tokenizer: Any, tokenizers: Mapping[str, Any]
 ) -> Iterator[Hypothesis]:
-    """Yield prompts that were sent as text, and completions of another tokenizer too."""
+    """Yield prompts that were sent as text; with another tokenizer, also completions."""
     prompts = _texts(tokenizer, (row.prompt_ids for row in forwards.rows))
     completions = _texts(tokenizer, (row.completion_ids for row in forwards.rows))
     for name, other in tokenizers.items():
@@ -308,7 +308,7 @@ def _in_a_template_again(forwards: Forwards, tokenizer: Any) -> Iterator[Hypothe
     chats = []
     for text in _texts(tokenizer, (row.prompt_ids for row in forwards.rows)):
         chats.append([{"role": "user", "content": text}])
-    # A template may refuse a chat of one message of the user.
+    # A template may refuse a chat with a single user message.
     with suppress(Exception):
         again = tokenizer.apply_chat_template(chats, add_generation_prompt=True)
         yield from _read_otherwise(forwards, Cause.TEMPLATE_TWICE, again["input_ids"])
@@ -319,7 +319,7 @@ Prompt = tuple[list[int], PromptImages | None]
 
 
 def _images(forwards: Forwards) -> Iterator[Hypothesis]:
-    """Yield images that no forward read, and those of other prompts."""
+    """Yield images that the engine did not read, and images that it read for other prompts."""
     prompts: list[Prompt] = []
     for row in forwards.rows:
         images = None if row.images is None else row.images.images
@@ -357,7 +357,7 @@ def _with_other_images(
 def _with_few_image_tokens(
     prompt_ids: list[int], images: PromptImages | None, num_kept: int | None
 ) -> list[int]:
-    """Return a prompt with each image's first `num_kept` tokens, or with all for None.
+    """Return a prompt with each image's first `num_kept` tokens; None: with all tokens.
 
     A prompt that would be empty is left as it was.
     """
@@ -371,7 +371,7 @@ def _with_few_image_tokens(
 
 
 def _with_images_of_another(prompt: Prompt, prompts: Sequence[Prompt], step: int) -> Prompt:
-    """Return a prompt with the images of the prompt `step` places later with as many images."""
+    """Return a prompt with the images `step` places later, of prompts with as many images."""
     prompt_ids, images = prompt
     if images is None:
         return prompt
@@ -388,7 +388,7 @@ def _positions(forwards: Forwards) -> Iterator[Hypothesis]:
     """Yield positions that are counted differently."""
     lengths = [len(row.prompt_ids) for row in forwards.rows]
     longest = max(lengths)
-    # Of each row, what is added to the positions of its prompt, and of its completion.
+    # For each row, the numbers added to the positions of its prompt and of its completion.
     tried: dict[str, list[tuple[int, int]]] = {}
     for offset in OFFSETS:
         tried[f"completions by {offset:+d}"] = [(0, offset)] * len(lengths)
@@ -416,7 +416,7 @@ def _moved(row: PackedRow, of_prompt: int, of_completion: int, device: torch.dev
 
 
 def layer_hypotheses(versions: Mapping[str, Weights]) -> Iterator[Hypothesis]:
-    """Yield each layer of each version among the trainer's other layers."""
+    """Yield each layer of each version, together with the trainer's other layers."""
     for version, weights in versions.items():
         layers: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights.items():

@@ -23,10 +23,10 @@ from cb_rollout.rollout.audit.evidence import Prediction, prediction
 from cb_rollout.rollout.audit.hypotheses import Hypothesis
 from cb_rollout.rollout.audit.report import Cause
 
-# Most likely tokens among which truncation is looked for.
+# Number of most likely tokens in which truncation is searched for.
 NUM_CANDIDATES = 1024
 
-# Parameters that are tried where the caller names none.
+# Parameters that are tried if the caller names none.
 TOP_KS = (5, 10, 20, 30, 40, 50, 64, 100, 200)
 TOP_PS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 MIN_PS = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -34,7 +34,7 @@ REPETITION_PENALTIES = (1.05, 1.1, 1.2, 1.3, 1.5)
 
 NUM_NEWTON_STEPS = 20
 
-# Share of a distribution beyond which what was removed tells too little.
+# If truncation kept more than this share of a distribution, a number says too little about it.
 MOST_MASS = 0.98
 
 # Log-probability of an excluded token: far, and finite.
@@ -55,7 +55,7 @@ def processed(
 ) -> torch.Tensor:
     """Return log-probabilities after penalties, temperature and truncation, `[T, V]`, float32.
 
-    As in the engine, without bans, biases and grammars.
+    The computation is the engine's, but without bans, biases and grammars.
 
     Args:
         logits_TV: the model's logits of the completion tokens, float32.
@@ -85,7 +85,7 @@ def _penalised(logits_TV: torch.Tensor, row: PackedRow, params: SamplingParams) 
     """Return a copy of the logits in which tokens before each step are penalised."""
     logits_TV = logits_TV.clone()
     factor = params.repetition_penalty
-    # Times that a token was sampled so far, and whether it stands in the prompt or was sampled.
+    # How often each token was sampled so far, and whether it is in the prompt or was sampled.
     counts_V = torch.zeros(logits_TV.shape[1], device=logits_TV.device)
     is_used_V = counts_V.bool()
     is_used_V[list(row.prompt_ids)] = True
@@ -106,7 +106,7 @@ class Readouts:
     """The readouts of the trainer's logits that can explain reported numbers."""
 
     logits: Sequence[torch.Tensor]
-    """Of each row, `[T, V]`, float32."""
+    """Logits of each row, `[T, V]`, float32."""
     rows: Sequence[PackedRow]
     temperatures: Sequence[float]
     reported_N: torch.Tensor
@@ -117,7 +117,7 @@ class Readouts:
 
     def __post_init__(self) -> None:
         self.claimed = OFF
-        """What the trainer takes the numbers for."""
+        """Penalties and truncation that the trainer expects in the numbers."""
         if self.is_processed and self.params is not None:
             self.claimed = self.params
 
@@ -132,11 +132,11 @@ class Readouts:
 
         Args:
             params: penalties and truncation.
-            logits: of each row, `[T, V]`, float32, of the first rows; None: the trainer's.
+            logits: `[T, V]`, float32, of each row or only of the first rows; None: the trainer's.
             factor: multiplies the temperatures.
             rows: the sequences; None: the trainer's.
         """
-        # The logits, or the rows, may be of the first rows alone.
+        # There may be logits for the first rows only.
         sequences = zip(logits or self.logits, rows or self.rows, self.temperatures, strict=False)
         predictions: list[Prediction] = []
         for logits_TV, row, temperature in sequences:
@@ -177,12 +177,15 @@ class Readouts:
         for dtype in (torch.bfloat16, torch.float16):
             name = str(dtype).removeprefix("torch.")
             rounded = self.read(OFF, (logits_TV.to(dtype).float() for logits_TV in self.logits))
-            # Rounding in float32 turns the rounding of some logits.
+            # Rounding in float32 turns around the rounding of some logits to 16 bits.
             yield Hypothesis(Cause.LOGITS_16BIT, name, rounded, noise_share=0.05)
         yield from self._moved()
 
     def _of_params(self, params: SamplingParams) -> Iterator[Hypothesis]:
-        """Yield the caller's parameters, one by one and all together, unless they are claimed."""
+        """Yield the caller's parameters as applied, or as left out if the trainer expects them.
+
+        Yields them one by one, and all together.
+        """
         names = [name for name in CAUSES if getattr(params, name) != getattr(OFF, name)]
         if self.is_processed:
             how = "left out"
@@ -205,8 +208,8 @@ class Readouts:
     def _fitted_factor(self) -> float:
         """Return the factor of the temperatures that fits the reported numbers best.
 
-        Gauss and Newton's steps on log factor, of at most a doubling; a token's derivative is its
-        expected logit less its own.
+        Takes Gauss-Newton steps on the factor's logarithm, each at most a doubling. The derivative
+        for a token is the expected logit minus the token's own.
         """
         scaled_NV = torch.cat(list(self._scaled()))
         tokens: list[int] = []
@@ -263,7 +266,7 @@ class Readouts:
             yield truncated(Cause.MIN_P, f"min_p={p:.3g}", p_NM >= p * peak_N1)
 
     def _moved(self) -> Iterator[Hypothesis]:
-        """Yield the numbers of the token before and after; at an end without one, the reported."""
+        """Yield the numbers of neighbouring tokens; at an end without a neighbour, the reported."""
         claimed = self.read(self.claimed)
         lengths = [len(row.completion_ids) for row in self.rows]
         for step, name in ((1, "the token before"), (-1, "the token after")):
@@ -279,9 +282,9 @@ class Readouts:
             yield Hypothesis(Cause.NEIGHBOUR, name, neighbours)
 
     def draw_z_score(self) -> float | None:
-        """Test that tokens were drawn from the claimed distribution; None: greedy draws none.
+        """Test whether tokens were drawn from the claimed distribution; None: greedy decoding.
 
-        Return the number of standard deviations by which the mean of -logprob exceeds the mean
+        Returns the number of standard deviations by which the mean of -logprob exceeds the mean
         entropy.
         """
         params = self.params or OFF

@@ -16,7 +16,7 @@ from cb_rollout.metrics.run_records import chosen_run, iterate_rollouts, list_ru
 from cb_rollout.rollout.prompts import encoded
 from cb_rollout.types import GenerationOutput
 
-# Names of one field, in the order in which they are looked for.
+# Names of each field, in the order in which they are tried.
 PROMPT_IDS = ("prompt_ids", "prompt_token_ids")
 PROMPT = ("prompt", "messages")
 TOKENS = ("generated_tokens", "completion_ids", "token_ids", "output_ids")
@@ -35,15 +35,16 @@ def read_rollouts(
 
     Args:
         path: a trainer's output_dir or the records in it, or a file of JSON lines. A line is a row
-            of `cb-rollout generate --logprobs`, any object with prompt, token ids and numbers, or
-            an OpenAI answer with token ids.
+            of `cb-rollout generate --logprobs`, any object with prompt, token ids and
+            log-probabilities, or an OpenAI answer with token ids.
         tokenizer: encodes prompts that are text or chats.
-        run_id: a run of the directory; None: the last.
-        step: a step of the run; None: the last with sequences.
-        temperature: of sequences whose records name none.
+        run_id: a run of the directory; None: the last run.
+        step: a step of the run; None: the last step with sequences.
+        temperature: the temperature of sequences whose records name none.
 
     Raises:
-        ConfigurationError: there are no such sequences, or a line is none.
+        ConfigurationError: `path` does not exist, has no such sequence, or has a line that cannot
+            be read.
     """
     if not Path(path).exists():
         raise ConfigurationError(f"{path} does not exist; name a run's directory or a file.")
@@ -69,11 +70,11 @@ def _outputs_of_run(
     """Return the sequences of a step of a run.
 
     Args:
-        run_dir: the folder of its records.
-        tokenizer: encodes the prompts, of which the text is recorded.
-        run_id: as of `read_rollouts`.
-        step: as of `read_rollouts`.
-        temperature: as of `read_rollouts`.
+        run_dir: the folder of the run's records.
+        tokenizer: encodes the prompts, which are recorded as text.
+        run_id: see `read_rollouts`.
+        step: see `read_rollouts`.
+        temperature: see `read_rollouts`.
     """
     run = chosen_run(list_runs(run_dir), run_id)
     if step is None:
@@ -85,7 +86,7 @@ def _outputs_of_run(
     for record in iterate_rollouts(run_dir, run, {step}):
         if not record.logprobs or not all(map(math.isfinite, record.logprobs)):
             continue
-        # The record's text holds its special tokens.
+        # The recorded text contains the special tokens.
         prompt_ids = tokenizer(text=record.prompt, add_special_tokens=False)["input_ids"]
         outputs.append(
             GenerationOutput(
@@ -115,7 +116,7 @@ def _outputs_of_file(path: Path, tokenizer: Any, temperature: float) -> list[Gen
 def _outputs_of_line(
     row: Mapping[str, Any], line: str, tokenizer: Any, temperature: float
 ) -> list[GenerationOutput]:
-    """Return the sequences of a line: one, or a choice each of an OpenAI answer."""
+    """Return the sequences of a line: one, or one for each choice of an OpenAI answer."""
     outputs: list[GenerationOutput] = []
     for index, choice in enumerate(row.get("choices", [row])):
         fields = {**row, **choice}
@@ -140,7 +141,7 @@ def _outputs_of_line(
 
 
 def _first_value(fields: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the value of the first of these names that has one; None if none has."""
+    """Return the value of the first name that has a value; None if no name has."""
     for name in names:
         if fields.get(name) is not None:
             return fields[name]
@@ -154,10 +155,10 @@ def _numbers(logprobs: Any) -> list[float]:
     numbers: list[float] = []
     for token in logprobs or ():
         if isinstance(token, Mapping):
-            # Of a chat.
+            # The form of chats.
             numbers.append(float(token["logprob"]))
         elif isinstance(token, list):
-            # Of SGLang: number, token id, text.
+            # The form of SGLang: log-probability, token id, text.
             numbers.append(float(token[0]))
         else:
             numbers.append(float(token))

@@ -8,10 +8,11 @@ from cb_rollout.engine.numerics.agreement import Agreement
 # Causes that the text of a report lists.
 NUM_LISTED = 5
 
-# Of a draw that is not the claimed one; chance passes it once in a million reports.
+# A larger score shows that the draw is not the claimed one; chance exceeds this limit once in a
+# million reports.
 LEAST_Z_SCORE = 5.0
 
-# Detail of a rounding that was not tested.
+# Detail of the cause "rounding" if no number was reported, so that nothing was tested.
 NO_NUMBERS = "none was reported"
 
 _UPDATE = "Copy the weights to the engine after every update, and check that it answers for it."
@@ -94,8 +95,8 @@ class AuditReport:
     """The best explanation first; causes that explain too little follow, the nearest first."""
     draw_z_score: float | None
     """Test of the draw: how many standard deviations the tokens' mean of -logprob lies above its
-    expected value, the entropy of the claimed distribution. None: the tokens were not drawn from
-    it, or the numbers are not those of that distribution."""
+    expected value, the entropy of the claimed distribution. None: decoding was greedy, or rounding
+    does not explain the numbers."""
     starts: dict[str, int | None]
     """By request id, the index of the generated token at which the difference begins, counted from
     0; None: there is no difference."""

@@ -22,7 +22,7 @@ UNFINISHED = (RequestStatus.PREFILLING, RequestStatus.DECODING)
 
 @dataclass(frozen=True, slots=True)
 class RecordedBatch:
-    """Outputs of a process, with what its loop made of them."""
+    """Outputs of a process, with the loop's rewards, advantages and log-probabilities."""
 
     outputs: list[GenerationOutput]
     rewards: list[float | None]
@@ -43,14 +43,14 @@ def recorded_batch(
     """Return the arguments of `RolloutGenerator.record` as plain numbers.
 
     Args:
-        outputs: as there.
-        rewards: as there.
-        advantages: as there.
-        trainer_logprobs: as there.
-        completion_mask: as there.
+        outputs: see `RolloutGenerator.record`.
+        rewards: see `RolloutGenerator.record`.
+        advantages: see `RolloutGenerator.record`.
+        trainer_logprobs: see `RolloutGenerator.record`.
+        completion_mask: see `RolloutGenerator.record`.
 
     Raises:
-        InvalidRequestError: see there.
+        InvalidRequestError: see `RolloutGenerator.record`.
     """
     recorded = _outputs_listed(outputs)
     for number, output in enumerate(recorded):

@@ -1,6 +1,6 @@
 """Distributions of a step's tokens: log-probabilities, drift and importance sampling ratios.
 
-Own the names of the histograms and their bins. Pure arithmetic, in float64.
+Owns the names of the histograms and their bins. Pure arithmetic, in float64.
 
 N: tokens.
 """
@@ -27,7 +27,7 @@ Histograms = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 class Comparison(NamedTuple):
-    """Sampled against the trainer's log-probabilities, over some tokens."""
+    """Comparison of sampled log-probabilities with the trainer's, over some tokens."""
 
     num_tokens: int
     sum_difference: float
@@ -39,7 +39,7 @@ class Comparison(NamedTuple):
 
 
 class TokenDistributions:
-    """Log-probabilities of tokens, sampled and by the trainer's forward."""
+    """Log-probabilities of tokens, from sampling and from the trainer's forward."""
 
     def __init__(self) -> None:
         self._sampled: list[np.ndarray] = []
@@ -57,7 +57,7 @@ class TokenDistributions:
         self._drift.append(sampled_N - trained_N)
 
     def values(self) -> dict[str, np.ndarray]:
-        """Return the finite values by the histogram's name; without a value the name is absent."""
+        """Return the finite values by the histogram's name; names without a value are absent."""
         sampled_N = _joined(self._sampled)
         drift_N = _joined(self._drift)
         with np.errstate(over="ignore"):

@@ -1,8 +1,8 @@
 """Record the steps of your own loop: `RolloutGenerator.record`.
 
 Owns the numbers of steps, the figures of a step under TRL's names (1.16), and the exchange between
-processes: each of them gives its own outputs, the first one writes. Called from the thread that
-trains, by every process.
+processes: each process gives its own outputs, and the first process writes. Called from the thread
+that trains, by every process.
 """
 
 import math
@@ -38,7 +38,7 @@ from cb_rollout.rollout.recording.recorder import (
 )
 from cb_rollout.types import FinishReason, GenerationOutput
 
-# As of transformers' `TrainingArguments`.
+# The default of transformers' `TrainingArguments`.
 OUTPUT_DIR = "trainer_output"
 
 MODES: tuple[Mode, ...] = ("train", "eval")
@@ -62,7 +62,7 @@ class Announcement(NamedTuple):
 
 
 class StepFigures(NamedTuple):
-    """One process's part of a step, of all calls so far."""
+    """One process's part of a step, over all calls so far."""
 
     completion_lengths: list[int]
     is_stopped: list[bool]
@@ -80,14 +80,14 @@ class StepState:
     step: int
     mode: Mode
     began: float | None
-    """Of the step, by `time.perf_counter`; None: not known."""
+    """Time at which the step began, by `time.perf_counter`; None: not known."""
     num_written: int = 0
     """Sequences in the run's directory, of all processes."""
     completion_lengths: list[int] = field(default_factory=list)
     is_stopped: list[bool] = field(default_factory=list)
     group_rewards: list[list[float]] = field(default_factory=list)
     last_prompt: Prompt | None = None
-    """Of the last group, which the next call may continue; None: there is none."""
+    """Prompt of the last group, which the next call may continue; None: there is no group."""
     distributions: TokenDistributions = field(default_factory=TokenDistributions)
     policy_version: int | None = None
     rollouts: list[dict[str, float]] = field(default_factory=list)
@@ -111,7 +111,7 @@ class StepState:
             self.policy_version = max(versions)
 
     def _add_rewards(self, batch: RecordedBatch) -> None:
-        """Add rewards to the groups of neighbours with one prompt, NaN where there is none."""
+        """Add rewards to groups of consecutive outputs with one prompt; NaN: no reward."""
         if all(reward is None for reward in batch.rewards):
             self.last_prompt = None
             return
@@ -147,9 +147,9 @@ class LoopRecords:
         """Open no file before the first step.
 
         Args:
-            durations: of the engine.
-            num_sequences: recorded of each step, token by token.
-            is_duplicate: another process has the same outputs, and gives them.
+            durations: the engine's.
+            num_sequences: number of sequences of each step to record, token by token.
+            is_duplicate: True if another process has the same outputs, and gives them.
             describe_run: see `RunRecorder`.
         """
         self._durations = durations
@@ -157,9 +157,9 @@ class LoopRecords:
         self._num_sequences = num_sequences
         self._is_duplicate = is_duplicate
         self._recorders: dict[Path, RolloutRecorder] = {}
-        """By the parent of the run's directory, on the process that writes."""
+        """Recorders by the parent of the run's directory, on the process that writes."""
         self._last_steps: dict[Path, int] = {}
-        """Of training, by the parent of the run's directory."""
+        """The last training step, by the parent of the run's directory."""
         self._output_dir: Path | None = None
         self._last_step = 0
         self._states: dict[tuple[Path, str], StepState] = {}
@@ -184,9 +184,9 @@ class LoopRecords:
         Args:
             arguments: those of `recorded_batch`.
             tokenizer: see `RolloutRecorder.sequence`.
-            step: see `RolloutGenerator.record`, as `mode` and `output_dir`.
-            mode: training or evaluation.
-            output_dir: of the run.
+            step: see `RolloutGenerator.record`.
+            mode: see `RolloutGenerator.record`.
+            output_dir: see `RolloutGenerator.record`.
             last_rollout: metrics of the generator's last rollout, the same object until the next.
             status: metrics of the engine now.
         """
@@ -194,7 +194,7 @@ class LoopRecords:
         folder = Path(announced[0].folder)
         begins_run = mode == "train" and number < self._last_steps.get(folder, 0)
         if begins_run:
-            # What the run before recorded of a step is no part of this run's.
+            # The figures that the previous run recorded of a step do not belong to this run.
             self._states.pop((folder, "train"), None)
             self._states.pop((folder, "eval"), None)
         state, is_new = self._state_of(number, mode, folder)
@@ -271,7 +271,7 @@ class LoopRecords:
             raise InvalidRequestError(f"mode={mode!r} is neither 'train' nor 'eval'.")
         least = 1 if mode == "train" else 0
         if step is None:
-            # An evaluation is of the last step.
+            # An evaluation belongs to the last step.
             return self._last_step + least
         is_number = hasattr(step, "__index__") and not isinstance(step, bool)
         if not is_number or index(step) < least:
@@ -294,9 +294,9 @@ class LoopRecords:
     def _sequences(
         self, state: StepState, batch: RecordedBatch, tokenizer: Any, nums_outputs: Sequence[int]
     ) -> list[SequenceRecord]:
-        """Return the records of this process's share: the step's first, in the order of ranks."""
+        """Return this process's records of the step's first sequences, in the order of ranks."""
         rank = rank_of_all()
-        # Engines of several processes number their requests alike.
+        # Engines of different processes give their requests the same ids.
         origin = f"rank{rank}/" if rank else ""
         num_left = self._num_sequences - state.num_written - sum(nums_outputs[:rank])
         records: list[SequenceRecord] = []
@@ -365,7 +365,7 @@ class LoopRecords:
                 lengths.extend(figures_of_rank.completion_lengths)
                 group_rewards.extend(figures_of_rank.group_rewards)
         else:
-            # The report's figures of lengths and groups are of training.
+            # The report's figures of lengths and groups are those of training.
             scalars = {f"eval_{name}": value for name, value in scalars.items()}
         recorder.write_step(
             step=state.step,
@@ -428,7 +428,7 @@ def step_scalars(figures: Sequence[StepFigures]) -> dict[str, float]:
 
 
 def length_scalars(lengths: Sequence[int], is_stopped: Sequence[bool]) -> dict[str, float]:
-    """Return the metrics of completions' lengths; terminated ones were stopped, not cut."""
+    """Return the metrics of completion lengths; terminated completions stopped, without a cut."""
     pairs = zip(lengths, is_stopped, strict=True)
     # Without a terminated completion TRL logs 0.
     terminated = [length for length, stopped in pairs if stopped] or [0]
@@ -441,7 +441,7 @@ def length_scalars(lengths: Sequence[int], is_stopped: Sequence[bool]) -> dict[s
 
 
 def reward_scalars(group_rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the metrics of rewards; without a reward none."""
+    """Return the metrics of rewards; empty if there is no reward."""
     rewards: list[float] = []
     num_groups = 0
     num_alike = 0
@@ -465,7 +465,7 @@ def reward_scalars(group_rewards: Sequence[Sequence[float]]) -> dict[str, float]
 
 
 def comparison_scalars(of_processes: Sequence[Comparison]) -> dict[str, float]:
-    """Return the metrics of sampled against the trainer's log-probabilities; of no token none."""
+    """Return the metrics of log-probabilities, sampled against trainer's; empty without tokens."""
     num_tokens = sum(comparison.num_tokens for comparison in of_processes)
     if not num_tokens:
         return {}
@@ -484,7 +484,7 @@ def comparison_scalars(of_processes: Sequence[Comparison]) -> dict[str, float]:
 
 
 def _prompt_of(output: GenerationOutput) -> Prompt:
-    """Return what outputs of one group have in common; placeholders of all images are alike."""
+    """Return the prompt and a hash of its images, which placeholders alone do not tell apart."""
     images = output.images
     return output.prompt_ids, None if images is None else images.digest
 

@@ -1,8 +1,8 @@
 """Write the sequences and the metrics of a run, and show them in wandb.
 
-Owns the steps with a recorded sequence that an attached trainer and your own loop share: its texts,
-its pictures, its line in the run's directory, its rows in wandb. Called by one process of a run, on
-the thread that trains.
+Owns the handling of a recorded sequence that an attached trainer and your own loop share: its
+texts, its pictures, its line in the run's directory, its rows in wandb. Called by one process of a
+run, on the thread that trains.
 """
 
 import io
@@ -18,17 +18,17 @@ from cb_rollout.metrics.run_settings import Sections
 from cb_rollout.rollout.recording.distributions import Histograms
 from cb_rollout.rollout.recording.run_settings import memory_gib
 
-# Of a prompt's pictures: the first ones, made small, so that a run's records stay small too.
+# Only the first pictures of a prompt are kept, made small, so that a run's records stay small too.
 MAX_IMAGES = 4
 MAX_IMAGE_SIDE = 160
 
-# Metrics that are in a run's records alone.
+# Metrics that only a run's records contain.
 STEP_SECONDS = "step_seconds"
 MEMORY_GIB = "memory_gib"
 
 
 class RolloutRecorder:
-    """Recorder of the rollouts of one run after the other, in one directory."""
+    """Recorder of rollouts in one directory, for one run after the other."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RolloutRecorder:
         """Return the record of a sequence; nothing but its pictures is written.
 
         Args:
-            tokenizer: makes texts of tokens; a processor also shows one placeholder for each image.
+            tokenizer: decodes the tokens; a processor also shows one placeholder for each image.
                 None: a token's text is its id.
             prompt_ids: token ids of the prompt.
             token_ids: token ids of the completion.
@@ -86,7 +86,7 @@ class RolloutRecorder:
             scalars: metrics by logged name.
             completion_lengths: sampled tokens of each completion.
             group_rewards: rewards of each group's completions, NaN where there is none.
-            durations: of the engine; its timeline is taken.
+            durations: the engine's; its timeline is taken out.
         """
         spans, sequences = durations.take_timeline()
         measured = {MEMORY_GIB: memory_gib()} | _step_seconds(spans, step)
@@ -142,13 +142,13 @@ def sequence_record(
 
 
 def is_wandb_running() -> bool:
-    """Return whether this process has a run of wandb; wandb is not imported for it."""
+    """Return whether this process has a wandb run, without importing wandb."""
     wandb = sys.modules.get("wandb")
     return getattr(wandb, "run", None) is not None
 
 
 def show_in_wandb(records: Iterable[SequenceRecord], histograms: Histograms, step: int) -> None:
-    """Give wandb's next row the table of tokens and the histograms; without a run do nothing."""
+    """Give wandb's next row the table of tokens and the histograms; do nothing without a run."""
     from cb_rollout.metrics.wandb import log_histograms, log_token_table
 
     log_token_table(records, step)

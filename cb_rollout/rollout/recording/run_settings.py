@@ -1,6 +1,6 @@
 """Describe the settings of a run: the model, the settings of the rollout, the machine.
 
-Called once a run, from the thread that trains, by the process that records.
+Called once per run, from the thread that trains, by the process that records.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def _machine(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def memory_gib() -> float:
-    """Return the memory of this process now: the most that tensors took on a GPU, else resident."""
+    """Return this process's memory: the peak of tensors on a GPU, else the resident memory now."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / GIB
     return psutil.Process().memory_info().rss / GIB

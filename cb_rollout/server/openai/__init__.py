@@ -1,1 +1,1 @@
-"""Answers of the endpoints that generate, tool calls in them, and OpenAI's Responses API."""
+"""Build answers of the endpoints that generate, with tool calls; read OpenAI's Responses API."""

@@ -1,4 +1,4 @@
-"""Responses of the three endpoints that generate, whole and as streamed chunks.
+"""Build responses to completions, chats and token ids, whole or as streamed chunks.
 
 Called on the server's asyncio thread.
 """
@@ -28,18 +28,18 @@ class ResponseBuilder:
 
     body: Any
     num_choices: int
-    """Sequences of each prompt."""
+    """Number of sequences per prompt."""
     end_of_stream = "data: [DONE]\n\n"
     """Sent after the last event."""
     _shows_tokens = True
-    """Whether a chunk with no text but with tokens is sent."""
+    """True: a chunk that has tokens but no text is sent too."""
     _submission: Submission | None = None
 
     def __init__(
         self, model: ServedModel, body: Any, prompts: list[list[int]], **heading: str
     ) -> None:
         self.model, self.body, self._prompts = model, body, prompts
-        # A client may call the model by a name of its own, under which it launched it.
+        # A client may use the name under which it launched the model.
         name = body.model or model.options.model_name
         self._heading = {**heading, "created": int(time.time()), "model": name}
         self._num_sent: dict[int, int] = defaultdict(int)
@@ -52,7 +52,7 @@ class ResponseBuilder:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Return the number of prompt tokens whose keys were there when the prefill began."""
+        """Return the number of prompt tokens whose keys were cached when the prefill began."""
         return 0 if self._submission is None else self._submission.num_cached_tokens
 
     @property
@@ -61,11 +61,11 @@ class ResponseBuilder:
         return sum(self._num_sent.values())
 
     def failure(self, error: ApiError) -> list[dict[str, Any]]:
-        """Return the last events of a stream that an error ends."""
+        """Return the last events of a stream that ends with an error."""
         return [error.body]
 
     async def score_prompts(self) -> None:
-        """Compute the log-probabilities of prompts that were asked for."""
+        """Compute the prompts' log-probabilities, if the request asks for them."""
 
     def whole(self, outputs: list[GenerationOutput]) -> dict[str, Any]:
         choices = []
@@ -111,7 +111,7 @@ class ResponseBuilder:
 
 
 class TokenResponseBuilder(ResponseBuilder):
-    """Build a response of `/inference/v1/generate`: tokens are ids, the text is the client's."""
+    """Build a response of `/inference/v1/generate`: tokens are ids, which the client decodes."""
 
     body: TokenRequest
 
@@ -220,11 +220,11 @@ class ChatResponseBuilder(_TextResponseBuilder):
         """Answer a chat.
 
         Args:
-            model: encodes, decodes and parses calls.
-            body: the request's, as `ChatCompletionRequest`.
-            chat: its encoded messages.
-            params: its sampling parameters.
-            tools: those that may be called, as the chat template has them; None: none may.
+            model: the served model, which decodes tokens and parses tool calls.
+            body: the request's body, a `ChatCompletionRequest`.
+            chat: the encoded messages.
+            params: the sampling parameters.
+            tools: tools that may be called, in the chat template's form; None: none may be called.
         """
         super().__init__(model, body, [chat.token_ids], params)
         self._chat = chat
@@ -283,7 +283,7 @@ class ChatResponseBuilder(_TextResponseBuilder):
         if not calls:
             return whole[num_sent:], []
         if num_sent:
-            # It was sent already.
+            # The text before the calls was already sent.
             content = None
         return content, calls
 

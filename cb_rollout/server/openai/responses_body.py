@@ -1,6 +1,6 @@
 """Bodies of OpenAI's Responses API, and the chat that each asks for.
 
-As in `server.protocol`, a field that is not listed is refused, and one without effect is listed
+As in `server.protocol`, a field that is not listed is refused, and a field without effect is listed
 with the reason.
 """
 
@@ -15,7 +15,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 NOTHING_STORED = "this server keeps no responses; send the earlier items in `input`"
 
-# By field: the one value that it may have, and why no other.
+# By field: the value that it may have besides null (several in a tuple), and why it may have no
+# other.
 REFUSED: dict[str, tuple[Any, str]] = {
     "previous_response_id": (None, NOTHING_STORED),
     "conversation": (None, NOTHING_STORED),
@@ -33,7 +34,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 NO_REASONING = "may be null alone: the model's chat template decides how it reasons; leave it out"
 
-# By field of `reasoning`, as above.
+# The same, by field of `reasoning`.
 REFUSED_REASONING: dict[str, tuple[Any, str]] = {
     "effort": (None, NO_REASONING),
     "summary": (None, "may be null alone: no answer has a summary of reasoning; leave it out"),
@@ -44,7 +45,7 @@ REFUSED_REASONING: dict[str, tuple[Any, str]] = {
 def _form(value: Any) -> str | None:
     """Return the tag of a text or a list; None for anything else.
 
-    Errors leave a tag with brackets out of a field's name.
+    In errors, a tag with brackets is left out of a field's name.
     """
     if isinstance(value, str):
         return "[text]"
@@ -61,13 +62,13 @@ def _tag_of_type(value: Any, default: str | None = None) -> str | None:
 
 
 class ItemText(Strict):
-    """Text of a message, of the client or of an earlier answer."""
+    """Text of a message, from the client or from an earlier answer."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     logprobs: list[Any] | None = None
-    """Accepted and not used: an earlier answer has them."""
+    """Accepted and not used: earlier answers contain them."""
 
 
 class ItemImage(Strict):
@@ -100,7 +101,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(Strict):
-    """Fields of all items; an earlier answer has them, and they are not used."""
+    """Fields of all items; earlier answers contain them, but they are not used."""
 
     id: str | None = None
     status: Status | None = None
@@ -142,7 +143,7 @@ class ReasoningText(Strict):
 
 
 class ReasoningItem(_Item):
-    """Reasoning before an assistant's message, for templates that take it."""
+    """Reasoning before an assistant's message, for templates that use it."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -201,11 +202,11 @@ class TextConfig(Strict):
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
-    """The default of OpenAI's API; no other length is asked of a model."""
+    """The default of OpenAI's API; a model cannot be asked for another verbosity."""
 
 
 class ReasoningConfig(Strict):
-    """Settings of reasoning, of which none is available."""
+    """Settings of reasoning; none of them is available."""
 
     effort: Any = None
     summary: Any = None
@@ -239,14 +240,14 @@ class ResponsesRequest(protocol.Sampling):
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
-    """No answer has a reasoning item, whose encrypted content could be included."""
+    """Encrypted reasoning content is never included, because no answer has a reasoning item."""
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     top_k: int | None = None
     request_id: protocol.RequestId | None = None
-    """The client's own name of the request, for `/abort_requests`."""
+    """The client's own name for the request, for `/abort_requests`."""
     user: str | None = None
-    """Accepted and not used, as the next two."""
+    """Accepted and not used, like the next two fields."""
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
@@ -289,7 +290,7 @@ def chat_request(body: ResponsesRequest) -> protocol.ChatCompletionRequest:
         raise ApiError(400, why, "include")
     sampling = {name: getattr(body, name) for name in protocol.Sampling.model_fields}
     sampling["top_k"] = body.top_k
-    # Keys of JSON, as the chat's own body has them.
+    # A chat's body expects the keys as JSON has them: strings.
     if sampling["logit_bias"] is not None:
         sampling["logit_bias"] = {str(key): bias for key, bias in sampling["logit_bias"].items()}
     return protocol.ChatCompletionRequest(
@@ -328,7 +329,7 @@ def _chat_tool(tool: FunctionTool) -> protocol.Tool:
 
 
 def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return a chat's messages; calls join the assistant's message before them."""
+    """Return a chat's messages; a tool call joins the assistant's message before it."""
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})

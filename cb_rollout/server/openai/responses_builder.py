@@ -24,13 +24,13 @@ ENDS = {
 }
 COMPLETED = ("completed", "completed", "response.completed")
 
-# A chat's names in errors, and the names of this body.
+# Names of fields in a chat's errors, and the names of the same fields in this body.
 RENAMED = {
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
     "messages": "input",
 }
-# A message's number is not its item's: instructions come before, and calls are joined.
+# A message's number differs from its item's: instructions come first, and calls are joined.
 _RENAMED_WORD = re.compile(rf"\b({'|'.join(RENAMED)})\b(?:\.\d+)?")
 
 
@@ -50,7 +50,7 @@ def _renamed(text: str) -> str:
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """Build a response of `/v1/responses` from the chat's."""
+    """Build a response of `/v1/responses` from the chat's response."""
 
     body: ResponsesRequest
     end_of_stream = ""
@@ -220,7 +220,7 @@ class _StreamedMessage:
         yield self._event("response.content_part.added", **self._at, part=_text_part("", []))
 
     def push(self, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the events of more text."""
+        """Append text to the message, and yield its events."""
         if not self.is_open:
             yield from self._open()
         self._text += text
@@ -228,7 +228,7 @@ class _StreamedMessage:
         yield self._event("response.output_text.delta", **self._at, delta=text, logprobs=logprobs)
 
     def finish(self, status: str) -> Iterator[dict[str, Any]]:
-        """Yield the events of the message's end, and keep its item."""
+        """Yield the events of the message's end, and add its item to the response."""
         if not self.is_open:
             yield from self._open()
         logprobs = self._logprobs

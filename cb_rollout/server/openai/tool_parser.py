@@ -1,6 +1,6 @@
 """Tool calls, parsed from a model's answer.
 
-A call is read by the tokenizer's own `response_template`, else as
+A call is parsed with the tokenizer's `response_template` if it has one; otherwise in the form
 `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which most chat templates teach.
 """
 
@@ -25,10 +25,10 @@ class ToolParser:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.has_template = getattr(tokenizer, "response_template", None) is not None
-        """True: the tokenizer has a form of calls of its own."""
+        """True: the tokenizer defines its own form of tool calls."""
 
     def num_text_characters(self, text: str) -> int:
-        """Return how many first characters of an unfinished answer cannot belong to a call."""
+        """Return how many characters at an unfinished answer's start cannot belong to a call."""
         if self.has_template:
             return 0
         start = text.find(OPENING)
@@ -39,7 +39,7 @@ class ToolParser:
     def parsed(
         self, text: str, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: list[Any]
     ) -> tuple[str | None, list[dict[str, Any]]]:
-        """Return an answer's text and its calls; calls that cannot be parsed stay text."""
+        """Return an answer's text and its calls; calls that cannot be parsed remain in the text."""
         content = None
         functions: list[dict[str, str]] = []
         # An answer that is not in the expected form is text.
@@ -93,6 +93,6 @@ def _call(entry: Any) -> dict[str, str]:
     if not isinstance(name, str):
         raise TypeError(f"a tool's name is {name!r}")
     if not isinstance(arguments, str):
-        # Formatted as transformers' templates do, so that a call sent back is the same text.
+        # Formatted as in transformers' templates, so that a call sent back gives the same text.
         arguments = json.dumps(arguments, ensure_ascii=False)
     return {"name": name, "arguments": arguments}

@@ -19,16 +19,17 @@ from cb_rollout.errors import WeightSyncError, abbreviated, error_text
 
 
 class StagedWeights:
-    """The tensors of one update for a model, which is read only until `write`.
+    """The tensors of one update for a model; only `write` changes the model.
 
-    Tensors that an update `is_partial` does not send keep their values; else all must be sent.
+    With `is_partial`, tensors that are not sent keep their values; otherwise all must be sent.
     """
 
     def __init__(self, model: PreTrainedModel, is_partial: bool = False) -> None:
         self._model = model
         self._is_partial = is_partial
         self.update_id = uuid.uuid4().hex
-        # Tied tensors are under each name, buffers that no checkpoint has under none.
+        # Tied tensors are listed under each of their names; buffers that no checkpoint has are not
+        # listed.
         self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
         self.tensors: dict[str, torch.Tensor] = {}
         # The first staged name of each target, by the target's id.
@@ -66,9 +67,10 @@ class StagedWeights:
             self.tensors[name] = tensor
 
     def require_whole(self, half_written: Iterable[str]) -> None:
-        """Raise `WeightSyncError` if a tensor is missing, or of those that a write left half done.
+        """Raise `WeightSyncError` if a tensor is missing that must be sent.
 
-        Of tied ones one is needed.
+        All parameters must be sent unless the update is partial, and always the tensors in
+        `half_written`. Of tied tensors, one is enough.
         """
         parameters = []
         for name, target in self._targets.items():
@@ -100,9 +102,10 @@ class StagedWeights:
     ) -> None:
         """Stage the tensors of a safetensors file, or of a checkpoint's directory.
 
-        A checkpoint whose names are not the model's is loaded by transformers, which converts it.
-        `paused` keeps the process from computing meanwhile, for the default dtype changes. Raises
-        `WeightSyncError` for a file that is missing or cut off, and for a tensor that does not fit.
+        A checkpoint with other names than the model's is loaded by transformers, which converts it.
+        `paused` keeps the process from computing meanwhile, because loading changes the default
+        dtype. Raises `WeightSyncError` for a file that is missing or cut off, and for a tensor that
+        does not fit.
         """
         with _files(path) as files:
             if self.needs_conversion(Path(path), files):
@@ -121,7 +124,7 @@ class StagedWeights:
         return path.is_dir() and not names <= self._targets.keys()
 
     def _converted(self, directory: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a checkpoint as transformers names them, whole or not at all."""
+        """Yield a checkpoint's tensors as transformers names them; raise if names do not match."""
         model_class: Any = torch_compat.plain_class(self._model)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -169,5 +172,5 @@ def _files(name: str) -> Iterator[list[Path]]:
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(file, framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118  it is no dictionary
-            # The file may be removed or written again before the update is.
+            # The file may be removed or rewritten before the update is written.
             yield name, opened.get_tensor(name).clone()

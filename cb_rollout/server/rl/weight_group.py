@@ -1,7 +1,7 @@
-"""Receive tensors that a trainer broadcasts, by a gloo group apart from the process's own.
+"""Receive tensors that a trainer broadcasts, over a gloo group separate from the process's own.
 
-Rank 0 is the trainer, which holds the store too. It makes its side by `join`, or by the two
-constructors in it. Called on the thread of weight updates.
+Rank 0 is the trainer, which also holds the store. It creates its side with `join`, or with the
+constructors that `join` calls. Called on the thread of weight updates.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ Described = tuple[str, torch.dtype, tuple[int, ...]]
 def described(
     names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> list[Described]:
-    """Return descriptions of tensors from vLLM's three lists; refuse dtypes not received."""
+    """Return descriptions of tensors from vLLM's three lists; refuse dtypes not in `DTYPES`."""
     if not len(names) == len(dtype_names) == len(shapes):
         raise WeightSyncError("names, dtype_names and shapes differ in length.")
     if unknown := sorted(set(dtype_names) - DTYPES.keys()):
@@ -51,9 +51,9 @@ class WeightGroup:
 
         Args:
             master_address: host of the store, which rank 0 holds.
-            master_port: its port.
-            rank: of this process.
-            world_size: processes of the group.
+            master_port: port of the store.
+            rank: rank of this process.
+            world_size: number of processes in the group.
             seconds: longest wait for the processes, and for each broadcast.
 
         Raises:

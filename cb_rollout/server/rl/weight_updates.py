@@ -1,6 +1,6 @@
 """Weight updates over HTTP, in vLLM's four phases: init, start, update, finish.
 
-Owns the single open update. It is staged and checked beside the model, then written during a pause
+Owns the single open update. It is staged and checked outside the model, then written during a pause
 under a new policy version, or dropped without effect. Used on the server's asyncio thread; waits
 and copies run on a separate thread.
 """
@@ -35,9 +35,9 @@ class WeightUpdates:
     """The weight updates of one served model; its methods raise `ApiError` for a refused call.
 
     `trained` is the model whose weights are written, plain or wrapped; `sync` starts a policy
-    version with them, during a pause. An open update is dropped after `timeout_seconds` without a
-    call; a broadcast waits as long for the trainer. Raises `ConfigurationError` if the model is
-    quantised, sharded or has adapters.
+    version with the new weights, during a pause. An open update is dropped after `timeout_seconds`
+    without a call; a broadcast waits for the trainer for at most the same time. Raises
+    `ConfigurationError` if the model is quantised, sharded or has adapters.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class WeightUpdates:
         self._thread = ThreadPoolExecutor(1, "cb_rollout-weights")
         self._run = partial(on_thread, self._thread)
         self._open: StagedWeights | None = None
-        # Drops the open update where no next call comes; None: a call of it runs.
+        # Drops the open update if no next call comes; None while a call runs, or if none is open.
         self._expiry: asyncio.TimerHandle | None = None
         self._group: WeightGroup | None = None
-        # Why no update is open, for a trainer's next call.
+        # Why no update is open, for the error of a trainer's next call.
         self._fault = "none was begun"
         # Names that a failed write may have left half written.
         self._half_written: set[str] = set()
         self.weight_version: str | None = None
-        """The trainer's own name of the present weights; None: it gave none."""
+        """The trainer's own name for the current weights; None: the trainer gave no name."""
 
     def stop(self) -> None:
         self._drop("the server ends")
@@ -127,10 +127,10 @@ class WeightUpdates:
     ) -> dict[str, Any]:
         """Write the staged tensors under a new policy version, and return a report.
 
-        `in_flight` is the fate of unfinished sequences, as `sync_weights` takes it;
+        `in_flight` says what happens to unfinished sequences, as in `sync_weights`;
         `weight_version` is the trainer's own name for the weights.
         """
-        # A write cannot be interrupted; a caller that waits no longer leaves it to its end.
+        # A write cannot be interrupted: if the caller stops waiting, the write still finishes.
         return await asyncio.shield(self._finish(update_id, in_flight, weight_version))
 
     async def _finish(
@@ -188,7 +188,7 @@ class WeightUpdates:
     def _drop(self, fault: str) -> None:
         """Drop the open update; the weights stay as they are."""
         self._close(fault)
-        # A trainer that still broadcasts gets an error, not a receiver of something else.
+        # A trainer that is still broadcasting gets an error, not a receiver of another update.
         self._group = None
 
     def _close(self, fault: str) -> None:
@@ -214,7 +214,7 @@ class WeightUpdates:
                 staged.write()
                 report = self._sync(in_flight)
             except BaseException:
-                # No token may come of a mixture.
+                # No token may be sampled from a mixture of old and new weights.
                 self._manager.loop.hold(PauseReason.UPDATE)
                 raise
             self._half_written = set()

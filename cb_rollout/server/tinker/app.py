@@ -45,12 +45,12 @@ def create_app(service: TinkerService, options: ServerOptions) -> ASGIApp:
 
 
 def _refusal(_: Request, error: Exception) -> Response:
-    # The client sends a request again after a 400; it raises what a 422 says.
+    # After a 400, the client sends the request again; after a 422, it raises the message.
     return JSONResponse({"detail": str(error)}, 422)
 
 
 class BearerKey:
-    """Sends the client's `X-API-Key` on as the bearer token that access control reads."""
+    """Pass on the client's `X-API-Key` as the bearer token that access control reads."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -95,7 +95,7 @@ def _future(job: Job, **more: Any) -> Response:
 
 
 class _Endpoints:
-    """A method for each route, of the client's name."""
+    """A method for each route, with the client's name for it."""
 
     def __init__(self, service: TinkerService) -> None:
         self._service = service
@@ -120,7 +120,7 @@ class _Endpoints:
         return JSONResponse({"sample_cancel_enabled": True})
 
     async def telemetry(self, _: Request) -> Response:
-        # Nothing is kept of it.
+        # Telemetry is not stored.
         return JSONResponse({"status": "accepted"})
 
     async def create_session(self, request: Request) -> Response:

@@ -15,14 +15,16 @@ from typing import Any
 from cb_rollout.errors import InvalidRequestError, RolloutError, error_text
 from cb_rollout.server.tinker.policies import MAX_SAMPLERS, SampleRequest, Samples
 
-# What is kept for clients that ask for a result again: results, and their bytes.
+# Maximum number of results, and of their bytes, to keep for clients that ask for a result again.
 MAX_RESULTS = 4096
 MAX_RESULT_BYTES = 1 << 28
 
-# Ids of requests whose results are forgotten: sent again, such a request must not run again.
+# Maximum number of ids to keep of requests whose results are forgotten: if a client sends such a
+# request again, it must not run again.
 MAX_FORGOTTEN = 1 << 20
 
-# A client sends its samples one by one: wait this long for the next of a batch, and no longer.
+# A client sends its samples one by one: wait this long for the next sample of a batch, and at most
+# this long for all of them.
 GATHER_SECONDS = 0.01
 MAX_GATHER_SECONDS = 0.1
 
@@ -44,7 +46,7 @@ class Job:
     result: Future[Any] = field(default_factory=Future)
     """A result of `run` or of a sample, or a `Failure`."""
     run: Callable[[], Any] | None = None
-    """None: it is a sample."""
+    """None: the job is a sample."""
     sampler: Hashable = None
     """Identifies the sampler of a sample."""
     sample: SampleRequest | None = None
@@ -82,7 +84,7 @@ class Jobs:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job, unless one of its id was queued before."""
+        """Queue a job, unless a job with its id was queued before."""
         with self._changed:
             if job.id in self._known or job.id in self._forgotten:
                 return
@@ -156,7 +158,7 @@ class Jobs:
         try:
             samples: list[Any] = list(self._sample(requests))
         except InvalidRequestError:
-            # Nothing was sampled; the others are not at fault.
+            # Nothing was sampled; run each job alone, because only one may be at fault.
             samples = [self._sampled_alone(job) for job in batch]
         results: list[Any] = []
         for job, sampled in zip(batch, samples, strict=True):
@@ -173,7 +175,7 @@ class Jobs:
         return samples
 
     def _next_batch(self) -> list[Job]:
-        """Wait for the next job, and return it with the samples to run with it; empty: stop."""
+        """Return the next job, with the samples to run with it; empty if the thread must stop."""
         with self._changed:
             while not self._waiting:
                 if self._is_closed:
@@ -200,8 +202,8 @@ class Jobs:
 def _sampled_together(waiting: Iterable[Job]) -> list[Job]:
     """Return the samples at the head of the queue, and later ones of the same samplers.
 
-    A sample of a new sampler may depend on a save before it. The number of samplers is limited by
-    the adapters that fit in memory together.
+    Behind another job, a sample of a new sampler must wait, because it may depend on a save before
+    it. The number of samplers is limited by the adapters that fit in memory together.
     """
     samplers: set[Hashable] = set()
     samples: list[Job] = []

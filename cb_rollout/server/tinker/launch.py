@@ -32,7 +32,7 @@ class TinkerServer(AbstractContextManager["TinkerServer"]):
 
         Args:
             model: a causal language model of transformers, whole on one device.
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             options: address, key and limits; `model_name` is the client's `base_model`.
             checkpoints: folder for clients' checkpoints.
             config: settings of the engine.
@@ -70,7 +70,7 @@ class TinkerServer(AbstractContextManager["TinkerServer"]):
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """End after the request that runs; those that wait fail."""
+        """Close the server after the running request; waiting requests fail."""
         self._server.should_exit = True
         self._thread.join(CLOSE_SECONDS)
 

@@ -1,7 +1,7 @@
 """Tinker's losses, each a sum over the tokens of the data.
 
-N: tokens of a datum. `ratio` is the probability of a token under the model over the one that it was
-sampled with.
+N: tokens of a datum. `ratio` is a token's probability under the model, divided by the probability
+with which it was sampled.
 """
 
 import math
@@ -20,7 +20,7 @@ of each token."""
 
 
 def cross_entropy(logprobs_N: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
-    """Negative log-likelihood, by `weights`; without them each token counts once."""
+    """Negative log-likelihood, weighted by `weights`; without `weights` each token counts once."""
     losses_N = -logprobs_N
     return losses_N * inputs["weights"] if "weights" in inputs else losses_N
 
@@ -49,7 +49,7 @@ def cispo(logprobs_N: torch.Tensor, inputs: Inputs, settings: Settings) -> torch
 
 
 def dro(logprobs_N: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
-    """Direct reward optimisation: a quadratic penalty of `beta` holds the policy."""
+    """Direct reward optimisation: a quadratic penalty with weight `beta` limits policy changes."""
     log_ratios_N = logprobs_N - inputs["logprobs"]
     penalty_N = 0.5 * float(settings.get("beta", 0.05)) * log_ratios_N.square()
     return -(logprobs_N * inputs["advantages"] - penalty_N)
@@ -83,13 +83,13 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], tuple[str, ...]]] = {
 def checked_loss(
     name: str, settings: Settings, inputs: Inputs, num_tokens: int, index: int
 ) -> Loss:
-    """Return the loss of a name, for a datum whose inputs fit it.
+    """Return the loss with a name, after checking that a datum's inputs fit it.
 
     Args:
-        name: as the client names it.
-        settings: the client's.
-        inputs: those of a datum.
-        num_tokens: input tokens of the datum.
+        name: the client's name for the loss.
+        settings: the client's settings of the loss.
+        inputs: the datum's inputs.
+        num_tokens: number of the datum's input tokens.
         index: the datum's index, for errors.
 
     Raises:
@@ -135,7 +135,7 @@ def checked_loss(
 
 
 def _check_settings(settings: Settings) -> None:
-    """Raise `InvalidRequestError` for settings that no loss can be computed with."""
+    """Raise `InvalidRequestError` for settings with which no loss can be computed."""
     for setting, value in settings.items():
         if isinstance(value, str) or not math.isfinite(value):
             raise InvalidRequestError(

@@ -35,7 +35,7 @@ from cb_rollout.weights.adapters import (
     write_adapter_weights,
 )
 
-# The API has no setting for it; its own service trains with this.
+# The API has no setting for alpha; Tinker's own service trains with this value.
 LORA_ALPHA = 32
 
 # An adapter that changes nothing: the base model as a policy.
@@ -44,10 +44,10 @@ BASE = "base"
 # An adapter of this rank is as large as a layer; a larger one would be a mistake, or an attack.
 MAX_RANK = 1024
 
-# Adapters for sampling that stay in memory; more are read again from their checkpoints.
+# Maximum number of sampling adapters in memory; others are read again from their checkpoints.
 MAX_SAMPLERS = 8
 
-# Tokens whose activations exist at a time.
+# Maximum number of tokens whose activations exist at a time, unless one datum is longer.
 MAX_BACKWARD_TOKENS = 8192
 
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -74,7 +74,7 @@ class AdamSettings:
     beta1: float = 0.9
     """Decay rate of the running mean of gradients."""
     beta2: float = 0.95
-    """Decay rate of the running mean of their squares."""
+    """Decay rate of the running mean of squared gradients."""
     eps: float = 1e-12
     """Added to the denominator."""
     weight_decay: float = 0.0
@@ -114,7 +114,7 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Completions of one prompt."""
+    """A request for completions of one prompt."""
 
     prompt_ids: list[int]
     params: SamplingParams
@@ -133,7 +133,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """The outputs of a loss for each datum, and its sum."""
+    """A loss's outputs for each datum, and its sum over all data."""
 
     outputs: list[dict[str, torch.Tensor]]
     total: float
@@ -170,7 +170,7 @@ class Policies:
             )
         self.model = with_identity_adapter(model, every[0], BASE)
         self.generator = RolloutGenerator(self.model, config, tokenizer=tokenizer)
-        # True where weights were written that no sync has reported.
+        # True if weights were written since the last sync.
         self._is_written = False
         self._policies: dict[str, _Policy] = {}
         self._samplers: OrderedDict[str, None] = OrderedDict()
@@ -230,10 +230,10 @@ class Policies:
         """Compute a loss, and add its gradients to those of a client's adapter.
 
         Args:
-            name: of the adapter.
+            name: name of the adapter.
             data: sequences, whose losses are summed.
-            loss: its name.
-            settings: of the loss.
+            loss: name of the loss.
+            settings: settings of the loss.
             is_forward_only: compute no gradients.
 
         Raises:
@@ -277,11 +277,11 @@ class Policies:
         """Return the loss of each datum, with gradients, and append its result for the client.
 
         Args:
-            name: of the adapter.
+            name: name of the adapter.
             data: sequences whose activations fit into memory together.
-            loss: its name.
-            settings: of the loss.
-            outputs: of each datum so far.
+            loss: name of the loss.
+            settings: settings of the loss.
+            outputs: results of the data so far, which this call extends.
 
         Raises:
             InvalidRequestError: a loss is not finite.
@@ -328,7 +328,7 @@ class Policies:
         rows: list[PackedRow] = []
         for datum in data:
             targets = datum.inputs["target_tokens"].tolist()
-            # Clients fill the targets of a prompt with any token: the input is what runs.
+            # Clients may fill the targets of a prompt with any tokens: the model runs on the input.
             row = PackedRow(
                 prompt_ids=datum.token_ids[:1],
                 completion_ids=[*datum.token_ids[1:], targets[-1]],
@@ -339,23 +339,23 @@ class Policies:
         return [scored[index] for index in range(len(data))]
 
     def step(self, name: str, adam: AdamSettings) -> dict[str, float]:
-        """Take a step of AdamW with the gradients so far, and forget them.
+        """Take a step of AdamW with the gradients so far, and clear them.
 
         Args:
-            name: of a client's adapter.
+            name: name of a client's adapter.
             adam: settings of this step.
 
         Returns:
             The norm of the gradients, before they were scaled.
 
         Raises:
-            InvalidRequestError: a setting is out of its range, or the gradients are not finite, and
-                were forgotten; no step was taken.
+            InvalidRequestError: a setting is out of its range, or the gradients are not finite and
+                were cleared; no step was taken.
         """
         adam.check()
         policy = self._policies[name]
         self.generator.manager.lend_to_trainer()
-        # AdamW leaves a parameter without a gradient alone; a step without data moves momentum.
+        # AdamW skips a parameter without a gradient, but a step without data must apply momentum.
         for parameter in policy.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -390,7 +390,7 @@ class Policies:
         return Checkpoint(policy.lora, weights, optimizer)
 
     def load(self, name: str, checkpoint: Checkpoint, *, with_optimizer: bool) -> None:
-        """Replace a client's adapter by a saved one of the same shape.
+        """Replace a client's adapter with a saved adapter of the same shape.
 
         Raises:
             InvalidRequestError: the saved adapter has another rank, or other layers.
@@ -425,7 +425,7 @@ class Policies:
         return name == BASE
 
     def add_sampler(self, name: str, checkpoint: Checkpoint) -> None:
-        """Load a saved adapter for sampling, and evict the least recently used one."""
+        """Load a saved adapter for sampling; if there is no room, evict the least recently used."""
         while len(self._samplers) >= MAX_SAMPLERS:
             oldest, _ = self._samplers.popitem(last=False)
             self.model.delete_adapter(oldest)
@@ -437,7 +437,7 @@ class Policies:
         """Complete prompts together, each with `BASE` or an adapter for sampling.
 
         Args:
-            requests: the name of the adapter of each, and what to sample.
+            requests: for each prompt, the name of its adapter, and what to sample.
 
         Raises:
             InvalidRequestError: a request is refused; nothing was sampled.
@@ -473,7 +473,7 @@ class Policies:
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Return the names of a model's linear layers, of attention, of the rest, and the head."""
+    """Return the names of a model's linear layers, grouped as attention, head and all others."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     layers: dict[str, list[str]] = {"attn": [], "mlp": [], "unembed": []}
     for name, module in model.named_modules():
@@ -485,7 +485,7 @@ def _linear_layers(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def _parts(data: Sequence[Datum]) -> Iterable[list[Datum]]:
-    """Yield the data in parts of at most `MAX_BACKWARD_TOKENS`; a longer datum is a part itself."""
+    """Yield the data in parts of at most `MAX_BACKWARD_TOKENS`; a longer datum is its own part."""
     part: list[Datum] = []
     num_tokens = 0
     for datum in data:

@@ -1,4 +1,4 @@
-"""Handle Tinker's requests: start the job of each, and return the id of its result.
+"""Handle Tinker's requests: start a job for each, and return the job, whose id the client gets.
 
 Owns sessions, training runs and samplers. Called on the server's asyncio thread; all computation
 runs in jobs.
@@ -29,7 +29,7 @@ from cb_rollout.server.tinker.store import (
 
 Body = Mapping[str, Any]
 
-# Most completions of one request.
+# Maximum number of completions of one request.
 MAX_SAMPLES = 1024
 
 
@@ -37,7 +37,7 @@ class TinkerService:
     """The requests of all clients."""
 
     def __init__(self, policies: Policies, store: CheckpointStore, model_name: str) -> None:
-        """Serve the base model with this name."""
+        """Serve the base model under `model_name`."""
         self.policies = policies
         self.store = store
         self.model_name = model_name
@@ -46,8 +46,7 @@ class TinkerService:
         self._runs: dict[str, LoraSettings] = {}
         # The checkpoint that each sampler samples with; None: the base model.
         self._samplers: dict[str, StoredCheckpoint | None] = {}
-        # Only the thread that computes reads and writes it: the adapter of each checkpoint in
-        # memory.
+        # The adapter of each checkpoint in memory. Only the job thread reads and writes this dict.
         self._adapters: dict[StoredCheckpoint | None, str] = {None: BASE}
 
     # Sessions
@@ -175,7 +174,7 @@ class TinkerService:
         return self._submit(_request_id(run, body), save)
 
     def load_weights(self, body: Body) -> Job:
-        """Load a checkpoint into a run, or into a new one."""
+        """Load a checkpoint into a training run, or into a new training run."""
         is_new = body.get("session_id") is not None
         run = str(body.get("model_id"))
         if is_new:
@@ -286,7 +285,7 @@ class TinkerService:
         There are at most `MAX_SAMPLERS` checkpoints, so that all adapters are in memory together.
         """
         checkpoints = dict.fromkeys(checkpoint for checkpoint, _ in requests)
-        # Those in memory count as used before others are read, which may take the place of one.
+        # Mark the adapters in memory as used first: loading others evicts the least recently used.
         for checkpoint in checkpoints:
             adapter = self._adapters.get(checkpoint)
             if adapter is not None and not self.policies.has_sampler(adapter):
@@ -340,7 +339,7 @@ def _adapter_of_run(run: str | None) -> str:
 
 
 def sampling_params(given: Body, num_top: int) -> SamplingParams:
-    """Return the sampling parameters that a client means.
+    """Return the sampling parameters that a client asks for.
 
     Args:
         given: Tinker's `SamplingParams`.

@@ -1,6 +1,7 @@
 """Store checkpoints of adapters in a folder, under URIs such as `tinker://RUN/KIND/NAME`.
 
-Clients never see paths on this machine. Called by the job thread.
+Clients never see paths on this machine. The job thread saves and loads; the server's threads look
+checkpoints up.
 """
 
 import os
@@ -48,9 +49,9 @@ class CheckpointStore:
         Args:
             run: id of the training run.
             kind: `TRAINING` or `SAMPLER`.
-            name: the client's; None: one is made.
-            checkpoint: what is written.
-            overwrite: replace a checkpoint of that name.
+            name: the client's name for the checkpoint; None: a random name is made.
+            checkpoint: the checkpoint to write.
+            overwrite: replace a checkpoint with that name.
 
         Raises:
             InvalidRequestError: the name is taken, or is not a valid file name.
@@ -66,7 +67,7 @@ class CheckpointStore:
                 f"{SCHEME}{run}/{kind}/{name} exists; choose another name, or overwrite it."
             )
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A server that is killed leaves the old checkpoint whole.
+        # If the server is killed while it writes, the old checkpoint stays whole.
         partial = path.with_name(f"{name}.{secrets.token_hex(4)}.partial")
         content = {
             "lora": asdict(checkpoint.lora),
@@ -89,7 +90,7 @@ class CheckpointStore:
             raise _missing(uri) from None
 
     def load(self, checkpoint: str | StoredCheckpoint) -> Checkpoint:
-        """Return the checkpoint of a URI, or the one that was found.
+        """Load the checkpoint of a URI, or the checkpoint that `find` returned.
 
         Raises:
             InvalidRequestError: there is no checkpoint, it was saved again since `find`, or it
@@ -131,7 +132,7 @@ class CheckpointStore:
         return self._file(run, kind, name)
 
     def _file(self, run: str, kind: str, name: str) -> Path:
-        # Not every file system takes a colon.
+        # Not every file system allows a colon.
         return self._folder / run.replace(":", "-") / kind / name
 
 

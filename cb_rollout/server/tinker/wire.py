@@ -1,7 +1,8 @@
 """Translate between Tinker's messages and tensors.
 
-The client sends data of a forward as protobuf, and takes samples and outputs of a loss as protobuf;
-everything else is JSON. Called by the thread that computes.
+The client sends the data of a forward as protobuf, and receives samples and outputs of a loss as
+protobuf; everything else is JSON. Requests are read on the server's asyncio thread; results are
+written on the job thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from tinker.proto import tinker_public_pb2 as messages
 from cb_rollout.errors import InvalidRequestError
 from cb_rollout.types import FinishReason, GenerationOutput, ScoredText
 
-# Placeholders of the API for a top-k place without tokens.
+# Placeholders of the API for a missing token among the top-k tokens of a position.
 NO_TOKEN_ID = 0
 NO_LOGPROB = -99999.0
 
@@ -33,7 +34,7 @@ class Datum:
     """One sequence to compute a loss on."""
 
     token_ids: list[int]
-    """Input tokens, N of them."""
+    """The N input tokens."""
     inputs: dict[str, torch.Tensor]
     """Inputs of the loss by name: `target_tokens` int64 (N,), others float32 (N,)."""
 
@@ -56,7 +57,8 @@ def read_forward_backward(body: bytes) -> ForwardBackwardRequest:
     """Return the request that a body holds.
 
     Raises:
-        InvalidRequestError: it is no such message, or has images, sounds or sparse tensors.
+        InvalidRequestError: the body is not such a message, or has images, sounds or sparse
+            tensors.
     """
     message = messages.ForwardBackwardRequest()
     try:
@@ -107,7 +109,7 @@ def text_of_prompt(prompt: Mapping[str, Any]) -> list[int]:
     """Return the token ids of a `ModelInput` in JSON.
 
     Raises:
-        InvalidRequestError: a chunk is no text.
+        InvalidRequestError: a chunk is not text.
     """
     token_ids: list[int] = []
     for chunk in prompt.get("chunks", ()):
@@ -122,7 +124,7 @@ def text_of_prompt(prompt: Mapping[str, Any]) -> list[int]:
 def written_outputs(
     outputs: Sequence[Mapping[str, torch.Tensor]], metrics: Mapping[str, float]
 ) -> bytes:
-    """Return the outputs of a loss for each datum, all with equal names, as protobuf."""
+    """Return a loss's outputs for each datum as protobuf; the names are the same for all data."""
     message = messages.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord", metrics=dict(metrics)
     )
@@ -147,9 +149,9 @@ def written_samples(
     """Return the samples of a prompt as protobuf.
 
     Args:
-        outputs: its completions.
-        scores: log-probabilities of its tokens; None: nobody asked.
-        num_top: likeliest tokens in each place of a completion; 0: nobody asked.
+        outputs: the prompt's completions.
+        scores: log-probabilities of the prompt's tokens; None: not requested.
+        num_top: number of likeliest tokens at each position of a completion; 0: not requested.
         first_scored: index of the first token of the prompt whose scores are sent.
     """
     message = messages.SampleResponse()

@@ -1,4 +1,4 @@
-"""The command line, `cb-rollout`: options and exit codes of commands that the package does.
+"""The command line, `cb-rollout`: its commands, with their options and exit codes.
 
 A `RolloutError` becomes a line on stderr and exit code 2. Loads no torch before a command does.
 """
@@ -22,7 +22,7 @@ __all__ = ["create_parser", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command by the arguments after the program's name; None: those of the process.
+    """Run a command; `argv` has the arguments after the program's name; None: the process's own.
 
     Returns the exit code: 0; 1, the command ran and reports a problem; 2, it could not run; 130,
     it was interrupted.

@@ -1,4 +1,4 @@
-"""`cb-rollout bench`: time a rollout beside other generators on this machine."""
+"""`cb-rollout bench`: compare the speed of a rollout with other generators on this machine."""
 
 import argparse
 import sys

@@ -24,7 +24,8 @@ EXIT_PARTLY = 1
 # The command could not run. argparse uses the same code for wrong options.
 EXIT_FAULT = 2
 
-# A setting in an error's message. Other values than these, such as numbers, stay as they are.
+# Matches a setting in an error's message, with a value that is quoted text or True. Other values,
+# such as numbers, stay as they are.
 SETTING = re.compile(
     r"""
     (?<![\w.'/-]) (?P<name>[a-z]\w*) (?![\w/])        # a whole word, which is no part of a path
@@ -58,7 +59,7 @@ READERS: dict[Any, Callable[[str], Any]] = {int: whole_number, float: real_numbe
 
 
 class Answer(NamedTuple):
-    """Output of a command, as text and with `--json` as a JSON object, and its exit code."""
+    """Output of a command: its text, the JSON object that `--json` prints, and its exit code."""
 
     text: str
     value: Mapping[str, Any]
@@ -73,7 +74,8 @@ class CommandParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse arguments; exit on an unknown option.
 
-        The unknown option is reported before a missing one, because it may be a misspelling of it.
+        An unknown option is reported before a missing option, because it may be a misspelling of
+        the missing option.
         """
         if args is None:
             args = sys.argv[1:]
@@ -87,7 +89,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(given, namespace)
 
     def _is_option(self, name: str) -> bool:
-        # argparse takes the beginning of an option for it.
+        # argparse accepts the beginning of an option's name in place of the whole name.
         return any(option.startswith(name) for option in self._option_string_actions)
 
     def _refuse_option(self, name: str) -> NoReturn:
@@ -157,14 +159,14 @@ class CommandParser(argparse.ArgumentParser):
         """Map the name of each setting, and its synonym in `RolloutConfig`, to its option."""
         flag_of: dict[str, str] = {}
         for action in self._actions:
-            # `--no-progress-bar` sets progress_bar=False, so it is no other name of the setting.
+            # `--no-progress-bar` sets progress_bar=False, so it is not another name of the setting.
             if action.option_strings and action.const is not False:
                 flag_of[action.dest] = action.option_strings[0]
         synonyms: dict[str, str] = {}
         for name, flag in flag_of.items():
             if name in SYNONYMS:
                 synonyms[SYNONYMS[name]] = flag
-        # An option of a setting's very name goes before that of a synonym.
+        # An option with the setting's own name takes precedence over the option of a synonym.
         return synonyms | flag_of
 
 
@@ -180,10 +182,11 @@ def add_fields(
     notes: Mapping[str, str] | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Add an option for each field of a dataclass whose metadata has its "help".
+    """Add an option for each field of a dataclass; its metadata has the help text, as "help".
 
     `notes` follow a field's help in place of its default. With `names`, only these fields get
-    options, with their defaults; else options that are not given are left out of the result.
+    options, with their defaults; without `names`, options that are not given are left out of the
+    result.
     """
     type_hints = get_type_hints(options)
     for field in dataclasses.fields(options):
@@ -217,7 +220,7 @@ def _type_besides_none(hint: Any) -> Any:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`, which is `is_json` of the parsed arguments."""
+    """Add `--json`, which the parsed arguments have as `is_json`."""
     text = "print one JSON object instead of text"
     parser.add_argument("--json", dest="is_json", action="store_true", default=False, help=text)
 

@@ -100,9 +100,9 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ConfigurationError(f"{_flag(name)} {value} is above {number.largest}.")
     if "output_dir" in options:
         require_writable(Path(options["output_dir"]))
-    # accelerate imports deepspeed where it is installed, which then says that it found no GPU.
+    # accelerate imports deepspeed if it is installed; deepspeed then reports that it found no GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # peft imports bitsandbytes where it is installed, which then says that it found no `kernels`.
+    # peft imports bitsandbytes if it is installed; it then reports that it found no `kernels`.
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_is_not_of_kernels)
     before = sys.argv
     sys.argv = [path]

@@ -1,4 +1,4 @@
-"""`cb-rollout doctor`: check a machine and a checkpoint, a line for each finding."""
+"""`cb-rollout doctor`: check a machine and a checkpoint, and print a line for each finding."""
 
 import argparse
 import math
@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace, in_options: Callable[[str], str]) -> int
 
 
 def _findings(arguments: argparse.Namespace) -> "Iterator[Finding]":
-    """Return the findings that the options ask for; ConfigurationError: they contradict."""
+    """Return the findings that the options ask for; ConfigurationError if options conflict."""
     from cb_rollout.tools import doctor
 
     model = arguments.model or arguments.named_model

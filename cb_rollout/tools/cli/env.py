@@ -1,6 +1,7 @@
 """`cb-rollout env`: the versions and the machine of a bug report.
 
-Loads no package that it names. Prints no users, hosts or paths, and of variables `VARIABLES` only.
+Loads none of the packages that it lists. Prints no names of users or hosts and no paths, and no
+environment variables except `VARIABLES`.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def environment() -> dict[str, Any]:
 
 
 def _compiler() -> str | None:
-    """Return the C++ compiler that builds the CPU kernels; None without one."""
+    """Return the C++ compiler that builds the CPU kernels; None if there is none."""
     for name in ("g++", "clang++"):
         if shutil.which(name):
             return name

@@ -1,4 +1,4 @@
-"""`cb-rollout report` and `watch`: write the report of a run or two, or a trace; or serve it."""
+"""`cb-rollout report` and `watch`: write a report of one or two runs or a trace; serve a report."""
 
 import argparse
 import dataclasses

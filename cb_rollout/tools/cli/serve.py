@@ -21,7 +21,7 @@ Serve a checkpoint to OpenAI clients: /v1/chat/completions, /v1/responses, /v1/c
 /v1/models, /health, /metrics. Listens on this machine only, unless --host says otherwise, which
 takes a key. Xinference's client may launch MODEL by its path."""
 
-# Of `launch_model` in Xinference 2.
+# The default of `launch_model` in Xinference 2.
 XINFERENCE_MAX_NUM_SEQS = 16
 XINFERENCE_VARIABLE = "XINFERENCE_TRANSFORMERS_ENABLE_BATCHING"
 
@@ -51,7 +51,7 @@ def add_serve(commands: Any) -> None:
     parser.add_argument("--otel", dest="is_traced", action="store_true", help=text)
     names = ("max_num_seqs", "max_memory_percent", "dtype", "device")
     add_fields(parser, DatasetOptions, names=names)
-    # None: not given, which its synonym asks.
+    # None means that the option was not given; then its synonym applies.
     parser.set_defaults(max_memory_percent=None)
     _add_transformers_options(parser)
     parser.add_argument(
@@ -150,7 +150,7 @@ class _Signals:
 
 
 def _config(arguments: argparse.Namespace) -> RolloutConfig:
-    """Return the engine's settings, or raise `ConfigurationError` for options that contradict."""
+    """Return the engine's settings, or raise `ConfigurationError` if options conflict."""
     if arguments.continuous_batching is False:
         raise ConfigurationError(
             "--no-continuous-batching cannot be: requests are always batched continuously; "
@@ -178,7 +178,7 @@ def _config(arguments: argparse.Namespace) -> RolloutConfig:
 
 
 def _max_memory_percent(arguments: argparse.Namespace) -> float | None:
-    """Return the cache's share of the free memory; None: neither of the two options is there."""
+    """Return the cache's share of the free memory; None: neither of the two options was given."""
     ours = arguments.max_memory_percent
     theirs = arguments.cb_max_memory_percent
     if ours is None:
@@ -192,7 +192,7 @@ def _max_memory_percent(arguments: argparse.Namespace) -> float | None:
 
 
 def _max_num_seqs(arguments: argparse.Namespace) -> int | None:
-    """Return the most sequences decoded together; None: chosen by device."""
+    """Return the maximum number of sequences decoded together; None: a default for the device."""
     if arguments.max_num_seqs is not None:
         return arguments.max_num_seqs
     asks_xinference = os.environ.get(XINFERENCE_VARIABLE, "0") not in ("", "0")

@@ -18,11 +18,11 @@ Serve LoRA training and sampling of a checkpoint to Tinker's client (`pip instal
 TINKER_BASE_URL to the printed address and TINKER_API_KEY to the key. Listens on this machine only,
 unless --host says otherwise, which takes a key."""
 
-# The key that Tinker's client reads there too.
+# Tinker's client reads its key from the same variable.
 KEY_VARIABLE = "TINKER_API_KEY"
 KEY_PREFIX = "tml-"
 
-# A forward of a long batch takes longer than an answer of a chat, and its body is larger.
+# A forward of a long batch takes longer than a chat's answer, and its request body is larger.
 DEFAULT_MAX_BODY_BYTES = 256 * 1024**2
 
 POLL_SECONDS = 0.2

@@ -44,7 +44,7 @@ from cb_rollout.types import GenerationOutput
 # A full batch runs and another waits, so that a completed sequence is replaced at once.
 BATCHES_IN_FLIGHT = 2
 
-# Longest completion where none is asked for.
+# Longest completion, in tokens, if no length is asked for.
 DEFAULT_NEW_TOKENS = 512
 
 # Longest wait for a completed sequence.
@@ -243,17 +243,17 @@ def completions(
 ) -> Iterator[list[CompletedSequence]]:
     """Generate sequences of rows; yield the completed ones, at least every `POLL_SECONDS`.
 
-    `wanted` yields rows with the indices of the sequences to generate; it is read as the queue has
-    room. Without `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, within the model's
-    limit. With a seed, tokens depend only on the seed, the row's id and the sequence's index.
-    `encoded` encodes a row, and may raise `InvalidRequestError`.
+    `wanted` yields rows with the indices of the sequences to generate; it is read as room becomes
+    available. Without `max_new_tokens`, at most `DEFAULT_NEW_TOKENS` are sampled, within the
+    model's limit. With a seed, tokens depend only on the seed, the row's id and the sequence's
+    index. `encoded` encodes a row, and may raise `InvalidRequestError`.
     """
     max_in_flight = BATCHES_IN_FLIGHT * manager.memory_plan.num_slots
     in_flight: dict[str, tuple[Row, int]] = {}
     output_queue = OutputQueue()
 
     def has_room_for(num_samples: int) -> bool:
-        # A row of more sequences than have room runs alone.
+        # A row with more sequences than there is room for runs alone.
         return not in_flight or len(in_flight) + num_samples <= max_in_flight
 
     upcoming = next(wanted, None)
@@ -296,7 +296,7 @@ def _create_manager(
     model: torch.nn.Module, tokenizer: Any, options: DatasetOptions
 ) -> tuple[ContinuousBatchingManager, SamplingParams]:
     """Create the engine of a run, and return it with the parameters of every sequence."""
-    # None: the one saved with the model.
+    # None: the generation config that is saved with the model.
     generation_config = None
     if options.generation_config == "none":
         generation_config = GenerationConfig(do_sample=True)
@@ -329,7 +329,7 @@ def _write(
     """Write the result of each completed sequence; return the sampled tokens, and the seconds.
 
     Args:
-        results: the file.
+        results: the file of results.
         completed: completed sequences, as `completions` yields them.
         result_of: returns the line of a sequence as a dict.
         manager: runs while the sequences are read; stopped at the end.

@@ -36,16 +36,16 @@ INERT = {
     "truncation_side",
 }  # fmt: skip
 
-# A setting of its own.
+# Left out of the tokenizer's files, because the chat template is a separate setting.
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
-# Entries of a class that its body does not write: links, and where its source stands.
+# Entries of a class that its body does not write: links, and the place of its source.
 OF_NO_CLASS_BODY = {
     "__module__", "__qualname__", "__dict__", "__weakref__", "__firstlineno__",
     "__static_attributes__",
 }  # fmt: skip
 
-# Where `property`, `staticmethod`, `cached_property` and their like hold functions.
+# Attributes in which `property`, `staticmethod`, `cached_property` and the like hold functions.
 DESCRIPTORS_FUNCTIONS = ("fget", "fset", "fdel", "__func__", "func", "dispatcher")
 
 SCALARS = (type(None), bool, int, float, complex, str, bytes)
@@ -147,7 +147,7 @@ def _without_inert(value: Any) -> Any:
 
 
 def _jsonable(value: Any) -> Any:
-    """Return a JSON value; other objects become their text, or their type's if they have none.
+    """Return a JSON value; other objects become their text, or else the name of their type.
 
     A dict's keys may be tuples of token ids.
     """
@@ -195,7 +195,7 @@ class _Description:
                 described.append([self.of(key), self.of(item)])
             return described
         if isinstance(value, set | frozenset):
-            # A set has another order in each process.
+            # The order of a set differs between processes.
             return ["set", *sorted(repr(self.of(item)) for item in value)]
         return [type(value).__name__, *map(self.of, value)]
 
@@ -206,7 +206,7 @@ class _Description:
             return ["method", self.of(value.__func__), self.of(value.__self__)]
         if isinstance(value, BuiltinFunctionType):
             return ["builtin", value.__module__, value.__qualname__]
-        # Functions may name each other.
+        # Functions may refer to each other.
         if id(value) in self._described:
             return ["described", type(value).__qualname__, getattr(value, "__qualname__", "")]
         self._described.add(id(value))
@@ -235,7 +235,7 @@ class _Description:
         cls = value if isinstance(value, type) else type(value)
         described: list[Any] = [cls.__module__, cls.__qualname__]
         if hasattr(value, "__wrapped__"):
-            # Such as what `functools.lru_cache` makes of a function.
+            # For example, a function that `functools.lru_cache` wraps.
             return [*described, self.of(value.__wrapped__)]
         if cls.__module__ != self._module:
             return [*described, getattr(value, "__qualname__", "")]
@@ -254,7 +254,7 @@ class _Description:
         return described
 
     def _of_attribute(self, attribute: Any) -> list[Any]:
-        """Describe a class attribute; a descriptor, by the functions that it calls."""
+        """Describe a class attribute; describe a descriptor by the functions that it calls."""
         functions = [getattr(attribute, name, None) for name in DESCRIPTORS_FUNCTIONS]
         if isinstance(attribute, FunctionType) or not any(functions):
             return self.of(attribute)

@@ -1,6 +1,6 @@
 """Options of a run over a data set, with their help texts.
 
-Own names, defaults, and the options that a resumed run must repeat. Load no torch.
+Owns names, defaults, and the options that a resumed run must repeat. Loads no torch.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
 from cb_rollout.errors import ConfigurationError
 
-# The one saved with the model, or none.
+# The generation config that is saved with the model, or none.
 GENERATION_CONFIGS = ("model", "none")
 
 # Options that change no result.
@@ -77,14 +77,15 @@ class DatasetOptions:
         self.rollout_config()
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters; `defaults` are of the options that are None."""
+        """Return the sampling parameters; `defaults` apply to the options that are None."""
         fields: dict[str, Any] = {}
         for name in ("temperature", "top_k", "top_p", "min_p"):
             value = getattr(self, name)
             if value is not None:
                 fields[name] = value
         if self.temperature:
-            # It asks for sampling, even where the model's own generation config is greedy.
+            # A temperature above 0 asks for sampling, even if the model's generation config is
+            # greedy.
             fields["do_sample"] = True
         return dataclasses.replace(
             defaults,

@@ -1,7 +1,7 @@
 """The file of results: a JSON line for each sequence, which is never generated again.
 
-A half line of a killed process is removed. A file is resumed under the settings that it was started
-with, which are in a file beside it. One process at a time may write.
+A half line that a killed process left is removed. A file is resumed under the settings that it was
+started with, which are in a file beside it. One process at a time may write.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from cb_rollout.tools.dataset.rows import UNREADABLE, RowId
 
 SETTINGS_SUFFIX = ".settings.json"
 
-# Settings that decide scores alone: the function's name, and its code.
+# Settings that affect only the scores: the function's name, and its code.
 SCORE_SETTINGS = ("evaluate", "evaluate_code")
 
 # A killed process loses no written line; a power failure loses at most this much.
@@ -49,15 +49,15 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             path: JSONL file; its settings are in a file beside it.
             settings: the inputs that determine the results, as JSON values.
             overwrite: discard the results.
-            scored: returns a result with new scores, for all results of the file; the settings of
-                scores may differ then. None: the scores stay.
+            scored: returns a result with new scores; all results of the file are scored again, and
+                the settings of scores may differ. None: the scores stay.
         """
         self.path = Path(path)
         self.num_done = 0
         self.num_failed = 0
         self.first_error: str | None = None
         self._settings_path = Path(f"{path}{SETTINGS_SUFFIX}")
-        # As they are read back: JSON makes lists of tuples.
+        # Convert the settings as they will be read back: JSON turns tuples into lists.
         self._settings = json.loads(json.dumps(settings))
         self._scored = scored
         self._samples: dict[RowId, int] = {}
@@ -188,7 +188,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 def _differences(
     prefix: str, before: Mapping[str, Any], now: Mapping[str, Any], left_out: Collection[str] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Yield the path of each setting that differs, also inside of settings, and a text of it."""
+    """Yield the path of each setting that differs, nested settings too, and a text about it."""
     for name in dict.fromkeys([*before, *now]):
         old = before.get(name)
         new = now.get(name)

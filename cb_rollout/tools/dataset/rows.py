@@ -1,7 +1,8 @@
 """Rows of a data set: their sources, their checks, and their prompts as an engine takes them.
 
-A row has a prompt or messages, a unique id, and no key of results; its pictures are data URLs, or
-paths relative to the input's folder. Rows are read singly and twice: by `survey`, then by `rows`.
+A row has a prompt or messages, a unique id, and no key that results use; its pictures are data
+URLs, or paths relative to the input's folder. Rows are read one by one, and twice: by `survey`,
+then by `rows`.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ SAVED_DATASET_FILES = ("state.json", "dataset_dict.json")
 # Rows decoded together: a few megabytes of long chats.
 PARQUET_BATCH_ROWS = 256
 
-# Beginnings of a picture's name that is no path.
+# A picture's name that begins with one of these is a URL, not a path.
 URLS = ("data:", "http:", "https:")
 
 # In place of the digest of a picture that cannot be read; its row becomes an error.
@@ -40,15 +41,15 @@ RESULT_KEYS = (
 
 RowId = int | str
 
-# Read the rows from the start, always in the same order: the label of each for messages, such as
-# its file and line, and its value, or the error in its place.
+# Reads the rows from the start, always in the same order. Yields each row's label for messages,
+# such as its file and line, and its value, or the error that reading it raised.
 Source = Callable[[], Iterator[tuple[str, Any]]]
 
 
 def create_source(name: str, *, split: str = "train", subset: str | None = None) -> Source:
-    """Open a JSONL or Parquet file, or a data set of a directory or the hub by split and subset.
+    """Open a JSONL or Parquet file, or a split and subset of a data set in a directory or the hub.
 
-    `ConfigurationError`: it does not exist or cannot be read.
+    Raises `ConfigurationError` if it does not exist or cannot be read.
     """
     path = Path(name)
     try:
@@ -149,7 +150,7 @@ class Survey(NamedTuple):
 
     num_rows: int
     digest: str
-    """Of the rows in their order, which name their pictures."""
+    """Digest of the rows in their order; a row contains the names of its pictures."""
     pictures: dict[str, str]
     """Digest of each picture's file, by the name that rows give it; or `UNREADABLE`."""
 
@@ -174,7 +175,7 @@ def survey(source: Source, folder: Path = Path()) -> Survey:
         labels[row.id] = label
         digest.update(json.dumps([row.id, row.values]).encode())
         for name in _picture_names(row):
-            # A data URL stands in the row, and other URLs are never fetched.
+            # A data URL is part of the row, and other URLs are never fetched.
             if not name.startswith(URLS) and name not in pictures:
                 pictures[name] = _digest_of_picture(folder / name)
     if not labels:
@@ -274,12 +275,12 @@ def _problem_of_messages(key: str, messages: Any) -> str | None:
 
 
 def _picture_names(row: Row) -> list[str]:
-    """Return the names of a row's pictures: those of its chat, or the row's in their place."""
+    """Return the names of a row's pictures: its `images`, or else the pictures of its chat."""
     return list(row.values.get("images") or _image_names(row.values))
 
 
 def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield what names the pictures of a row: of `images`, then of its chat's parts."""
+    """Yield the names of a row's pictures: those in `images`, then those in its chat's parts."""
     yield from row.get("images") or ()
     for chat in (row.get("prompt"), row.get("messages")):
         if not is_chat(chat):
@@ -293,7 +294,8 @@ def _image_names(row: Mapping[str, Any]) -> Iterator[Any]:
 def encoded_prompt(tokenizer: Any, options: DatasetOptions, folder: Path, row: Row) -> Encoded:
     """Return a row's prompt as an engine takes it; paths of pictures are relative to `folder`.
 
-    `InvalidRequestError`: it does not fit the tokenizer or the options, or has no such picture.
+    Raises `InvalidRequestError` if the prompt does not fit the tokenizer or the options, or if a
+    picture is missing.
     """
     prompt: Any = row.values["prompt"] if "prompt" in row.values else row.values["messages"]
     images: list[str] = []
@@ -321,7 +323,7 @@ def _chat_of_text(text: str, num_images: int) -> list[dict[str, Any]]:
 
 
 def _with_system_prompt(system_prompt: str, prompt: Any) -> Any:
-    """Return a chat with a system message before it; token ids stay as they are."""
+    """Put a system message before a chat; token ids stay as they are."""
     if isinstance(prompt, str):
         raise InvalidRequestError(
             "the prompt is text, which cannot follow a system prompt; set chat to make each text a "
@@ -334,7 +336,7 @@ def _with_system_prompt(system_prompt: str, prompt: Any) -> Any:
             "the chat has a system message of its own; take it out, or leave system_prompt out."
         )
     content: Any = system_prompt
-    # Templates of processors read either texts or parts in every message.
+    # In a processor's template, either all messages are texts, or all messages have parts.
     if any(isinstance(message["content"], list) for message in prompt):
         content = [{"type": "text", "text": system_prompt}]
     return [{"role": "system", "content": content}, *prompt]

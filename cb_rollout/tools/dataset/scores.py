@@ -1,4 +1,4 @@
-"""Scores of completions by a function of the user, and the table of their means.
+"""Score completions with a user's function, and format a table of the mean scores.
 
 Standard errors are those of the mean over rows, since a row's samples are not independent.
 """
@@ -18,7 +18,7 @@ from cb_rollout.errors import ConfigurationError, error_text
 # Called with a result: the row's keys, the completion, and the sequence's number as "sample".
 Scorer = Callable[[dict[str, Any]], float | bool | Mapping[str, float]]
 
-# Name of a score that a function returns without one.
+# Name of a score that a function returns without a name.
 UNNAMED_SCORE = "score"
 
 
@@ -30,11 +30,11 @@ class ScoreSummary:
     num_rows: int
     num_sequences: int
     mean: float
-    """Mean over rows of the mean over a row's sequences; of a 0-or-1 score, pass@1."""
+    """Mean over rows of the mean over a row's sequences; for a 0-or-1 score, this is pass@1."""
     mean_error: float
     """Standard error of `mean`; NaN for a single row."""
     best: float
-    """Mean over rows of the best of a row's sequences; of a 0-or-1 score, pass@n."""
+    """Mean over rows of the best of a row's sequences; for a 0-or-1 score, this is pass@n."""
     best_error: float
     """Standard error of `best`; NaN for a single row."""
 

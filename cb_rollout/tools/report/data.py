@@ -16,7 +16,7 @@ from cb_rollout.tools.report.tokens import visible_html
 # A page with more numbers opens slowly, so longer runs leave out some steps.
 MAX_CELLS = 60_000
 
-# What a trainer logs every `logging_steps` alone.
+# Metrics that a trainer logs only every `logging_steps`.
 LOGGED = ("loss", "grad_norm")
 
 
@@ -57,7 +57,7 @@ def csv_text(metrics: Metrics) -> tuple[str, int, int]:
     """Return every recorded metric as CSV, one line per step and mode.
 
     Returns:
-        The text; how many lines it has below its head; how many there would be of all steps.
+        The text; its number of lines below the header; the number of lines for all steps.
     """
     rows: dict[tuple[int, str], dict[str, float]] = {}
     for record in metrics:

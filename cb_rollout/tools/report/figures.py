@@ -23,7 +23,7 @@ Metrics = Sequence[StepMetrics]
 
 T = TypeVar("T", Point, Span)
 
-# The verification against a plain forward first; TRL's own difference is recorded on more steps.
+# First the verification against a plain forward; TRL's own difference is recorded on more steps.
 DRIFT_KEYS = ("rollout/logprob_drift_max", "sampling/sampling_logp_difference/max")
 
 # Below the resolution of a float32 log-probability; drawn as zero, which a log axis cannot show.
@@ -35,10 +35,10 @@ MAX_WINDOW = 51
 # A metric of one reward function, under TRL's name.
 _REWARD_FUNCTION = re.compile(r"rewards/(.+)/mean")
 
-# Of two curves: those of a panel, or those of two runs.
+# Styles of two curves: those of a panel, or those of two runs.
 STYLES = ("a", "b")
 
-# Steps at each end of a run that are looked at.
+# Number of steps to examine at each end of a run.
 WINDOW = 10
 
 # A drift that grows by a smaller factor, or is smaller in nats, may be rounding on other tokens.
@@ -51,9 +51,9 @@ class Pattern(NamedTuple):
 
     key: str
     threshold: float
-    """From here on it is more than chance."""
+    """From this mean on, the pattern is unlikely to be chance."""
     sentence: str
-    """Formatted with the mean."""
+    """The advice, which is formatted with the mean."""
 
 
 PATTERNS = (
@@ -208,7 +208,7 @@ class SecondCurve(NamedTuple):
     """A second curve in a panel, shown only for a single run."""
 
     first_name: str
-    """Of the panel's curve in the legend."""
+    """Name of the panel's own curve in the legend."""
     name: str
     curve: Callable[[Metrics], list[Point]]
 
@@ -219,17 +219,17 @@ class Panel(NamedTuple):
     title: str
     note: str
     curve: Callable[[Metrics], list[Point]]
-    """Compared between two runs."""
+    """The panel's curve, which a comparison shows for both runs."""
     label: Callable[[float], str] = svg.compact
     second: SecondCurve | None = None
     spread: Callable[[Metrics], list[Span]] | None = None
     low: float | None = 0
-    """The axis' low end; None: the values'."""
+    """The axis' low end; None: the values decide."""
     is_log: bool = False
     style: str = ""
 
     def spans(self, metrics: Metrics) -> list[Span]:
-        """Return the spread at each step; none: the panel shows no spread."""
+        """Return the spread at each step; empty if the panel shows no spread."""
         if self.spread is None:
             return []
         return self.spread(metrics)
@@ -360,7 +360,7 @@ class Drawing(NamedTuple):
     """A figure's curves and bands, each with its style, and the texts about them."""
 
     curves: list[tuple[str, list[Point]]]
-    """The last on top; none: nothing was recorded."""
+    """Style and points of each curve, the last on top; empty if nothing was recorded."""
     bands: list[tuple[str, list[Span]]]
     keys: list[tuple[str, str]]
     """Style and text of each entry of the legend."""
@@ -382,7 +382,7 @@ def _drawing_of_run(panel: Panel, metrics: Metrics) -> Drawing:
     if points:
         drawing.curves.append((first_style, smoothed(points)))
     if second_points:
-        # As it was recorded: its largest values matter.
+        # The second curve is not smoothed, because its largest values matter.
         drawing.curves.append((second_style, second_points))
 
     if panel.second and points and second_points:
@@ -402,7 +402,7 @@ def _drawing_of_run(panel: Panel, metrics: Metrics) -> Drawing:
 
 
 def _drawing_of_two(panel: Panel, runs: Mapping[str, Metrics]) -> Drawing:
-    """Draw the curve and the spread of either run."""
+    """Draw the curve and the spread of both runs."""
     drawing = Drawing(curves=[], bands=[], keys=[], tips=[])
     named_points: list[tuple[str, list[Point]]] = []
     for style, (name, metrics) in zip(STYLES, runs.items(), strict=True):
@@ -435,7 +435,7 @@ def _tips(
         panel: the panel, which labels values.
         points: the first curve.
         spans: the spread around it.
-        second_name: of the second curve.
+        second_name: name of the second curve.
         second_points: the second curve; empty: there is none.
     """
     texts: dict[float, str] = {}

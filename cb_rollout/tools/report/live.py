@@ -35,7 +35,7 @@ class LiveReport(ThreadingHTTPServer):
         """Name, time and size of each file of records that the page was written from."""
 
     def page(self) -> str:
-        """Return the report of the records as they are now, or why there is none yet."""
+        """Return the report of the current records, or a page that says why there is none yet."""
         with self._lock:
             try:
                 folder = find_run_dir(self._run_dir)

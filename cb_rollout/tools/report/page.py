@@ -49,10 +49,10 @@ PAGE_FILE = "step_{}.html"
 # The step of an evaluation that comes before the first step.
 BEFORE_TRAINING = 0
 
-# Steps in the report itself.
+# Maximum number of steps in the report itself.
 MAX_STEPS = 3
 
-# Sequences of each of these steps: the usual size of a group.
+# Maximum number of sequences of each of these steps: the usual size of a group.
 MAX_SEQUENCES_PER_STEP = 8
 
 # A page with this many completions, each cut as in the report, opens on a phone.
@@ -61,7 +61,7 @@ MAX_SEQUENCES_PER_PAGE = 64
 # Rows of the table in the report. A page of four long completions takes 400 kB.
 MAX_STEPS_WITH_PAGES = 500
 
-# What a browser may load: what is inside the page alone.
+# A browser may load only what is inside the page.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -212,7 +212,7 @@ def write_pages(run_dir: Path, run: Run, name: str) -> dict[int, list[SequenceRe
     chosen = spread(list(counts), MAX_STEPS_WITH_PAGES)
     waiting: dict[int, list[SequenceRecord]] = {step: [] for step in chosen}
     shown: dict[int, list[SequenceRecord]] = {step: [] for step in spread(chosen, MAX_STEPS)}
-    # A step's records are adjacent but for evaluations, so that few steps wait at a time.
+    # Only evaluations separate the records of a step, so few steps wait at a time.
     for record in iterate_rollouts(run_dir, run, waiting.keys()):
         step = record.step
         if step not in waiting:
@@ -257,11 +257,11 @@ def pages_table(counts: Mapping[int, int]) -> str:
 
 @contextmanager
 def naming_file(run_dir: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise `ConfigurationError` that names the run's or page's file that cannot be used."""
+    """Turn an `OSError` into a `ConfigurationError` that names the file that cannot be used."""
     try:
         yield
     except OSError as error:
-        # A page that cannot be replaced is the second file.
+        # If a page cannot be replaced, `filename2` is the page.
         path = error.filename2 or error.filename or run_dir
         raise ConfigurationError(
             f"{path} cannot be read or written ({error.strerror}). "
@@ -299,8 +299,8 @@ def write_comparison(
 ) -> Path:
     """Write `comparison.html` about two runs beside the records of the first.
 
-    `run_ids` are a run of each directory, which may be the same; None: the last. Raises
-    `ConfigurationError` as `write_report`, and for a run without metrics.
+    `run_ids` names a run of each directory (None: the last run); the directories may be the same.
+    Raises `ConfigurationError` as `write_report` does, and for a run without metrics.
     """
     with naming_file(run_dir):
         first_id, second_id = run_ids
@@ -324,7 +324,7 @@ class ComparedRun(NamedTuple):
     """One of the two runs in a comparison."""
 
     name: str
-    """Of the run's directory; with its path and the run's id where both are of one name."""
+    """Name of the run's directory; its path and the run's id if both runs have the same name."""
     metrics: Metrics
     key_figures: Mapping[str, str]
     """Label and value."""
@@ -332,7 +332,7 @@ class ComparedRun(NamedTuple):
 
 
 def _compared_run(folder: Path, run: Run) -> ComparedRun:
-    """Read a run that is compared, or raise `ConfigurationError` if it has no metrics."""
+    """Read one of the compared runs, or raise `ConfigurationError` if it has no metrics."""
     metrics = read_metrics(folder, run)
     if not metrics:
         raise ConfigurationError(

@@ -11,7 +11,7 @@ from html import escape
 
 Point = tuple[float, float]
 
-# An x with a low and a high value; several are by ascending x.
+# An x with a low and a high value; lists of spans are sorted by ascending x.
 Span = tuple[float, float, float]
 
 # More hover bands would be too narrow to point at.
@@ -23,7 +23,7 @@ MAX_DOTS = 30
 # Units of the stretched viewport: 0.1 percent is finer than a pixel.
 SPAN = 1000
 
-# A larger number is drawn at this one: sums of an axis' ends are finite.
+# A larger number is drawn as this number, so that sums of an axis' ends are finite.
 LARGEST = 1e305
 
 # Values that differ by a smaller share are drawn as equal: their ticks could not be told apart.
@@ -32,7 +32,7 @@ LEAST_SHARE = 1e-12
 # A narrower axis has ticks that a float cannot hold.
 LEAST_WIDTH = 1e-300
 
-# Numbers of steps, or of decades, that differ by less are the same.
+# Two numbers of steps, or of decades, that differ by less count as equal.
 ROUNDING = 1e-9
 
 # More labels of a logarithmic axis would touch.
@@ -123,7 +123,7 @@ def linear_axis(
         if low is not None:
             most = least + 1
         else:
-            # Changes the digits of a label, however large the value is.
+            # A margin that changes the digits of a label, however large the value is.
             margin = max(0.5, 1e-3 * size)
             most = least + margin
             least = least - margin
@@ -131,7 +131,7 @@ def linear_axis(
     if is_whole:
         step = math.ceil(step)
 
-    # An end that was asked for has its ticks inside, the other one is widened to its last tick.
+    # A given end of the axis stays, with its ticks inside; an open end is moved out to a tick.
     if low is None:
         first = math.floor(least / step + ROUNDING)
     else:
@@ -190,7 +190,7 @@ def curve_chart(
     """
     paths = ""
     for style, spans in bands:
-        # Along the high ends, and back along the low ones.
+        # The outline runs along the high ends, and back along the low ends.
         outline: list[Point] = []
         for at, _, high in spans:
             outline.append((at, high))

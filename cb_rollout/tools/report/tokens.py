@@ -38,7 +38,7 @@ _ZERO_WIDTH_JOINER = "\u200d"
 def colour_level(logprob: float) -> int:
     """Map a log-probability to a tint, from 0 (likely) to `NUM_LEVELS - 1` (improbable)."""
     highest = NUM_LEVELS - 1
-    # Of a log-probability near the largest float the quotient is infinite.
+    # For a log-probability near the largest float, the quotient is infinite.
     return math.floor(max(0.0, min(highest, -logprob / NATS_PER_LEVEL)))
 
 

@@ -94,7 +94,7 @@ def _rests(spans: Sequence[Span]) -> Iterator[Span]:
     parts.sort(key=lambda part: (part.began, part.ended))
     starts = [part.began for part in parts]
     for step in steps:
-        # Up to here the step is accounted for.
+        # The time up to which records cover the step.
         covered = step.began
         first = bisect_left(starts, step.began)
         end = bisect_left(starts, step.ended)

@@ -1,7 +1,7 @@
 """Run decode steps of one model on a CPU, by a C++ kernel that reads the pages directly.
 
 The kernel is compiled once for each shape of a layer's states. The graph of a traced forward is
-rewritten: cheap calls, and products of packed weights. Called by the thread that runs a step.
+rewritten to cheap calls and products of packed weights. Called by the thread that runs a step.
 
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 _LINEAR = torch.ops.cb_rollout.linear.default
 
-# torch's own functions take half the time to call that operators take.
+# Calling torch's own functions takes half the time of calling operators.
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: torch.add,
     aten.cat.default: torch.cat,
@@ -86,12 +86,12 @@ METHODS: dict[Any, str] = {
 def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """Compute the linear layers of a traced graph by `packed_linear`, in place.
 
-    Layers of the same rows, as query, key and value, are one product.
+    Layers with the same rows, such as query, key and value, are one product.
     """
     for same_rows in linear_nodes(graph):
         # Layers whose weights are inputs of the graph.
         held: list[LinearNode] = []
-        # What the forward computes may come after the first product.
+        # Layers whose weights the forward computes, maybe after the first product.
         computed: list[LinearNode] = []
         for layer in same_rows:
             if layer.node.meta["val"].dtype not in TYPES:
@@ -124,7 +124,7 @@ def _join_as_linear(graph: fx.Graph, layers: list[LinearNode]) -> None:
 
 
 def _before_autocast(layer: LinearNode) -> list[fx.Node]:
-    """Return the weight and the bias of a layer as they were: weights are packed rounded."""
+    """Return a layer's weight and bias before autocast casts them: packing rounds the weights."""
     nodes: list[fx.Node] = []
     for node in layer.weights:
         if node.target is aten._to_copy.default:
@@ -182,7 +182,7 @@ def _narrow(node: fx.Node) -> None:
 
 TRACING = Tracing(
     num_rows=3,
-    # By the kernel of few rows, and by oneDNN.
+    # By the kernel for few rows, and by oneDNN.
     tried_rows=(1, packed_linear.FEW_ROWS, packed_linear.FEW_ROWS + 1, 33),
     rewrite=replace_linear_layers,
     simplify=simplify,
@@ -206,7 +206,7 @@ class CpuBackend(AttentionBackend):
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
         super().__init__(layout, device)
         if self.traced_forward.can_be_traced:
-            # Now, not in a rollout.
+            # Compile it now, not during a rollout.
             packed_linear.has_kernel(self.cache.paged[0].key_dtype)
 
     @property
@@ -272,7 +272,7 @@ class CpuPagedAttention:
             `[B, 1, H, E]`, in the dtype of the pages.
 
         Raises:
-            UnsupportedAttentionError: the dtypes differ otherwise.
+            UnsupportedAttentionError: the dtypes differ in another way.
         """
         dtype = layer.key_dtype
         dtypes = {dtype, layer.value_dtype, query.dtype, key.dtype, value.dtype}

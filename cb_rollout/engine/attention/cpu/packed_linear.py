@@ -1,9 +1,9 @@
 """Compute a model's linear layers on a CPU, by oneDNN, from weights that were packed once.
 
-A product of few rows takes as long as bringing the weight into the order that the product reads it
-in. torch's own linear layer does that in every call; here it is done once for each version of the
-weights. Layers of the same rows, as query, key and value, are packed as one. Called by the thread
-that runs a forward.
+A product of few rows takes as long as bringing the weight into the order in which the product reads
+it. torch's own linear layer reorders the weight in every call; here it is reordered once for each
+version of the weights. Layers with the same rows, such as query, key and value, are packed
+together. Called by the thread that runs a forward.
 
 B: rows, K: inputs of a linear layer, N: its outputs.
 """
@@ -27,13 +27,13 @@ from cb_rollout.engine.numerics.kernels import kernel, multiply
 from cb_rollout.engine.numerics.qualification.qualifier import UnprovedError
 from cb_rollout.errors import error_text
 
-# So few rows are multiplied as fast by a kernel that reads the weight as it is.
+# Up to this many rows are multiplied as fast by a kernel that reads the weight as it is.
 FEW_ROWS = 8
 
 # With more rows torch's own product gains little from packing.
 MOST_ROWS = 256
 
-# Rows that oneDNN packs a weight for; it takes any other number too.
+# Number of rows for which oneDNN packs a weight; any other number may be multiplied too.
 PACKED_FOR_ROWS = 64
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ class PackedLinear:
         self._packed = {}
 
     def packed(self, weights_NK: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
-        """Return weights, rounded to `dtype` and packed as one; None: take them as they are."""
+        """Return weights, rounded to `dtype` and packed together; None: take them as they are."""
         key = (*map(id, weights_NK), dtype)
         known = self._packed.get(key)
         if known is not None:
@@ -100,7 +100,7 @@ class PackedLinear:
         return packed
 
     def joined_with(self, weight: torch.Tensor, dtype: torch.dtype) -> list["LinearLayer"]:
-        """Return the layers packed together with this weight, its own included; []: none is."""
+        """Return the layers packed together with this weight, including its own; []: no layers."""
         layers = self._packable(dtype)
         joined = self._joined.get(id(weight), ())
         return [layers[id(other)] for other in joined]
@@ -147,7 +147,7 @@ def linear(
     """Compute linear layers of the same rows in the way that is fastest for the number of rows.
 
     All tensors are on a CPU. A weight in another dtype than the rows is rounded to it. Results of
-    bfloat16 are summed in float32 and rounded once. There is a bias for each weight, or none.
+    bfloat16 are summed in float32 and rounded once. There is one bias per weight, or none.
 
     Returns:
         The outputs of all layers, one after the other: `[B, sum of N]`.
@@ -244,7 +244,7 @@ def _product_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class LinearLayer(NamedTuple):
-    """The parameters of a linear layer, which as long as this lives lend their `id` to no other."""
+    """The parameters of a linear layer, kept alive so that no other tensor gets their `id`."""
 
     weight_NK: torch.Tensor
     bias_N: torch.Tensor | None
@@ -256,7 +256,7 @@ def _linear_layers(model: torch.nn.Module) -> dict[int, LinearLayer]:
     for module in model.modules():
         if not isinstance(module, torch.nn.Linear):
             continue
-        # A module may show another tensor at each access, as one does that is split over processes.
+        # A module may return another tensor at each access, as a module split over processes does.
         layer = LinearLayer(module.weight, module.bias)
         weight_NK = layer.weight_NK
         if weight_NK.device.type == "cpu" and weight_NK.dtype.is_floating_point:
@@ -272,7 +272,7 @@ def has_kernel(dtype: torch.dtype) -> bool:
     try:
         kernel("multiply", dtype)
     except UnprovedError:
-        # Which was logged.
+        # This was logged already.
         return False
     except Exception as error:  # noqa: BLE001  a library computes the same
         _LOGGER.warning("products of few rows run without a kernel: %s", error_text(error))
@@ -327,7 +327,7 @@ class _ReplacedLinear(TorchFunctionMode):
         weight: torch.Tensor,
         layers: Sequence[LinearLayer],
     ) -> torch.Tensor:
-        """Return outputs of one of the layers that are packed as one, computed together."""
+        """Return one layer's outputs, computed together with the layers it is packed with."""
         known, version = self._joined_inputs or (None, 0)
         is_known = known is inputs and version == inputs._version
         if not is_known or id(weight) not in self._joined_outputs:

@@ -1,8 +1,9 @@
 """Compile the operators between matrix products and attentions of a traced graph by inductor.
 
-A region is a run of operators that neither multiply matrices nor attend, as a residual sum and the
-norm after it. Layers have the same regions, and each is compiled once. Compiling the whole graph
-instead is no faster than not compiling: every product would be called through torch's dispatcher.
+A region is a run of operators that neither multiply matrices nor attend, such as a residual sum and
+the norm after it. Layers have the same regions, and each is compiled once. Compiling the whole
+graph instead is no faster than not compiling: every product would be called through torch's
+dispatcher.
 """
 
 import operator
@@ -44,7 +45,7 @@ ARITHMETIC = {
     aten.tanh.default,
 }
 
-# Calling fewer operators takes no longer than calling what inductor makes of them.
+# Calling fewer operators takes no longer than calling what inductor compiles them to.
 LEAST_ARITHMETIC = 2
 
 
@@ -111,7 +112,7 @@ def _regions(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 
 
 def _worthwhile(region: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield a region without views of its inputs that others use: it would return them slowly."""
+    """Yield a region, less the views of its inputs that others use: returning them is slow."""
     kept = set(region)
     for node in reversed(region):
         source: Any = node
@@ -134,7 +135,7 @@ def _copied(
         copies[node] = copied.placeholder(f"input_{number}")
         x = node.meta["val"]
         with x.fake_mode:
-            # Inductor must not see what it is a view of.
+            # Inductor must not see which tensor it is a view of.
             fresh = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         copies[node].meta["val"] = fresh
     for node in region:

@@ -135,7 +135,7 @@ def _join(
 
 
 TRACING = Tracing(
-    # Tiles are chosen for so many rows, where a step's time is no longer reading weights alone.
+    # Tiles are chosen for this many rows, whose step takes time beyond reading weights.
     num_rows=251,
     # Most rows first: inductor measures tile sizes in the first run, and keeps the fastest.
     tried_rows=(251, 64, 3, 1),
@@ -191,7 +191,7 @@ class TritonBackend(AttentionBackend):
             num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         num_key_heads = max((layer.num_key_heads for layer in self.cache.paged), default=1)
         self.num_stretches = max_stretches(num_key_heads, num_processors)
-        """Stretches that all keys of a step are cut into, beside one for each row."""
+        """Stretches that all keys of a step are cut into, besides one for each row."""
         self.forms = KernelForms()
 
     def prepare(self, batch: ForwardBatch) -> DecodeInputs:

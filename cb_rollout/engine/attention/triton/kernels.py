@@ -35,7 +35,7 @@ def write_kernel(
     Args:
         new_keys: `[rows, key heads, size]`, of these strides; the last one is 1.
         new_values: likewise.
-        header: int64; see above, as `layer_addresses`.
+        header: int64; see the module's docstring, also for `layer_addresses`.
         layer_addresses: int64.
         table_rows: int32 `[rows]`: each row's index into the block table.
         lengths: int32 `[rows]`: each row's tokens, the new one included; 0: an empty row.
@@ -132,14 +132,14 @@ def cut_kernel(
         num_tiles: tiles.
         num_own_items: most stretches of own keys.
         num_shared_items: most stretches of shared prompts.
-        num_stretches: stretches that all keys are cut into, beside one for each row or tile.
+        num_stretches: stretches that all keys are cut into, besides one for each row or tile.
         least: fewest keys of a stretch that is not the last.
         interval: keys of a stretch are a multiple of this.
         window: newest tokens that are seen; None: all.
         ROWS_WIDTH: a power of two, no less than `num_rows`.
-        TILES_WIDTH: likewise of `num_tiles`.
-        OWN_WIDTH: likewise of `num_own_items`.
-        SHARED_WIDTH: likewise of `num_shared_items`.
+        TILES_WIDTH: likewise for `num_tiles`.
+        OWN_WIDTH: likewise for `num_own_items`.
+        SHARED_WIDTH: likewise for `num_shared_items`.
     """
     rows = tl.arange(0, ROWS_WIDTH)
     is_row = rows < num_rows
@@ -234,18 +234,18 @@ def attend_kernel(
         outputs: `[rows, heads, VALUE_SIZE]`, to write where nothing is cut.
         partials: float32 `[parts, heads, VALUE_SIZE]`, to write: outputs of stretches.
         sums: float32 `[parts, heads]`, to write: their log-sum-exp, base 2.
-        header: int64; see above, as `layer_addresses`.
+        header: int64; see the module's docstring, also for `layer_addresses`.
         layer_addresses: int64.
         table_rows: int32 `[rows]`: each row's index into the block table.
         lengths: int32 `[rows]`: each row's tokens.
-        shared: as of `cut_kernel`, as are `first_rows` and `row_counts`.
+        shared: as in `cut_kernel`, like `first_rows` and `row_counts`.
         first_rows: int32.
         row_counts: int32.
         sinks: `[heads]`: scores that give no value; None: none.
         query_row_stride: in numbers.
         query_head_stride: in numbers.
         items: int32: the stretches, as `cut_kernel` lists them; None: nothing is cut.
-        sizes: as of `cut_kernel`, as are `first_parts` and `own_counts`.
+        sizes: as in `cut_kernel`, like `first_parts` and `own_counts`.
         first_parts: int32.
         own_counts: int32.
         scale: multiplies the scores.
@@ -263,7 +263,7 @@ def attend_kernel(
         TILE_ROWS: queries of a program.
         TILE_KEYS: keys read at a time.
         KEY_WIDTH: a power of two, no less than `KEY_SIZE`.
-        VALUE_WIDTH: likewise of `VALUE_SIZE`.
+        VALUE_WIDTH: likewise for `VALUE_SIZE`.
     """
     HEADS_PER_KEY: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
     IS_WHOLE: tl.constexpr = items is None
@@ -290,8 +290,8 @@ def attend_kernel(
     rows = (first_row + member).to(tl.int64)
     heads = key_head * HEADS_PER_KEY + tile % HEADS_PER_KEY
     row_lengths = tl.load(lengths + rows, mask=is_query, other=1)
-    # A row that ended since keeps its place in a tile. By its length of 0 the window would begin
-    # with the prompt, and the stretches end before what the others see.
+    # A row that has ended since keeps its place in a tile. With its length of 0, the window would
+    # begin with the prompt, and the stretches would end before what the other rows see.
     is_query = is_query & ((row_lengths > 0) | (not IS_SHARED))
     earliest = tl.zeros([TILE_ROWS], tl.int32)
     if window is not None:
@@ -369,7 +369,7 @@ def attend_kernel(
     else:
         output = output / tl.where(total == 0.0, 1.0, total)[:, None]
         part = tl.load(first_parts + rows, mask=is_query, other=0) + split
-        # Those of a shared prompt stand behind the row's own.
+        # The parts of a shared prompt stand behind the row's own.
         part += tl.load(own_counts + rows, mask=is_query & IS_SHARED, other=0)
         part = part.to(tl.int64) * NUM_HEADS + heads
         targets = part[:, None] * VALUE_SIZE + value_offsets[None, :]
@@ -390,7 +390,7 @@ def join_kernel(
 
     Args:
         outputs: `[rows, heads, VALUE_SIZE]`, to write.
-        partials: as of `attend_kernel`, as are `sums`, `first_parts` and `sinks`.
+        partials: as in `attend_kernel`, like `sums`, `first_parts` and `sinks`.
         sums: float32.
         first_parts: int32.
         sinks: a score for each head; None: none.

@@ -394,7 +394,7 @@ class StateTable(TensorSpec):
     """The table of one state, with a row per sequence."""
 
     number: int
-    """Place of its address in `AttentionMetadata.addresses`."""
+    """Index of its address in `AttentionMetadata.addresses`."""
 
 
 def move_states(

@@ -65,8 +65,8 @@ def run_in_child(
     Args:
         function: "package.module:name"; takes `argument` and returns a JSON value.
         argument: JSON values.
-        limit_seconds: the process is killed after so long.
-        environment: variables of the child beside those of this process.
+        limit_seconds: the process is killed after this time.
+        environment: variables of the child besides those of this process.
     """
     if not sys.executable:
         return ChildResult(obstacle="the path of this Python interpreter is not known")
@@ -137,7 +137,7 @@ def _result(
         code: its exit code; negative: the signal that ended it.
         errors: what it wrote to stderr.
         is_late: True if it was ended because its time was up.
-        seconds: for which it ran.
+        seconds: how long it ran.
     """
     if RETURNED in lines:
         return ChildResult(answer=lines[RETURNED], seconds=seconds)
@@ -169,7 +169,7 @@ def answer(request: Mapping[str, Any]) -> None:
     """Call a request's function, in the child, and write its answer."""
     # A crash is an answer here: it leaves no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The signal ends the process also while C code runs.
+    # The signal ends the process even while C code runs.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(request["limit_seconds"]) + SECONDS_AFTER_LIMIT)
     # Whatever prints to standard output must not mix with the answer.

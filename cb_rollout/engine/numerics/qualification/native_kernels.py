@@ -20,20 +20,20 @@ from cb_rollout.engine.numerics.signatures import ARGUMENTS, States, Step
 
 PAGE = mmap.PAGESIZE
 
-# Of memory that is not to be changed.
+# Fills memory that must not change.
 PATTERN = 0x5A
 
 # Types of numbers in memory; bfloat16 is the upper half of a float32.
 STORED_AS = {"float32": np.float32, "float64": np.float64, "bfloat16": np.uint16}
 
-# Rounding of one number in memory, as a part of it; and of what is computed before.
+# Rounding of one number in memory, as a share of it; and of the numbers computed before.
 ROUNDING = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-8}
 COMPUTED = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-23}
 
 # Roundings that errors of sums may add up to.
 MARGIN = 64
 
-# Of values, which are of order one; a score's rounding moves its share of them.
+# Size of attended values, which are of order one; a score's rounding moves its share of them.
 SIZE_OF_ATTENDED = 4.0
 
 NO_MASK, BOOLEAN_MASK, ADDED_MASK = range(3)
@@ -155,7 +155,7 @@ def try_kernel(argument: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _try_multiply(trial: KernelTrial) -> None:
-    # Whole vectors and parts of one; one tile of rows and several; work for threads.
+    # Whole vectors and parts of one; one tile of rows and several; work for several threads.
     for B, K, N in [(1, 64, 8), (3, 67, 37), (8, 300, 70), (9, 129, 5), (33, 1, 1)]:
         rows = trial.draw(B, K)
         weight = trial.draw(N, K)

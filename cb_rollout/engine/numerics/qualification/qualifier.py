@@ -44,12 +44,12 @@ class Subject:
     key: Mapping[str, Any]
     """JSON values: everything that the verdict depends on."""
     otherwise: str
-    """The path that runs where the trial does not go well, for messages."""
+    """The path that runs if the trial is not passed, for messages."""
     if_untried: str = ""
-    """The path that runs where there could be no trial; "": the same."""
+    """The path that runs if there could be no trial; "": the same path."""
     limit_seconds: float
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the child beside those of this process."""
+    """Variables of the child besides those of this process."""
 
 
 class UnprovedError(Exception):
@@ -117,7 +117,7 @@ def require_proved(subject: Subject) -> Verdict | None:
 
 
 def trials() -> list[Trial]:
-    """Return what this process asked about, in order."""
+    """Return the trials that this process asked about, in order."""
     with _QUALIFYING:
         return list(_TRIALS.values())
 

@@ -22,7 +22,7 @@ from typing import Any
 from cb_rollout.compat.inductor import cache_folder, require_own
 from cb_rollout.errors import ConfigurationError, error_text
 
-# Of a verdict's file; a larger one is damaged.
+# Most bytes of a verdict's file; a larger file is damaged.
 MOST_BYTES = 64 << 10
 
 # A timeout counts as a fault only for this long: the machine may have been busy.
@@ -77,7 +77,7 @@ class VerdictStore:
         return self.folder / f"{key_hash(key)}.json"
 
     def read(self, key: Mapping[str, Any]) -> Verdict | None:
-        """Return the verdict of a key; None without a valid one."""
+        """Return the verdict of a key; None if there is no valid verdict."""
         path = self._path(key)
         try:
             verdict = _read(path, key)
@@ -148,7 +148,7 @@ def _lock(handle: int, limit_seconds: float) -> bool:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    # A pipe would be waited for.
+    # Opening a pipe would wait.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

@@ -1,1 +1,1 @@
-"""Rows of a trainer's batch: their records, and how a row finds its own."""
+"""Rows of a trainer's batch: their records, and how each row's record is found."""

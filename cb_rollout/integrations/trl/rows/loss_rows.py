@@ -1,9 +1,10 @@
 """Keep one record of each row of a trainer's batch, and run the trainer's own forward of the rows.
 
-A row is a prompt and a completion: with tools, sampled spans, each the end of one request's output,
-between tool results. The forward replays the experts and the sampling masks of a rollout: "Keep
-Routing" and "Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's forward never has the logits that
-a mask needs, so the model's is run instead. Only the trainer's thread reads and writes this.
+A row is a prompt and a completion. With tools, the completion consists of spans, each sampled for
+one request, with tool results between them. The forward replays the experts and the sampling masks
+of a rollout: "Keep Routing" and "Keep Sampling Mask" in DeepSeek-V3.2's report. TRL's forward never
+has the logits that a mask needs, so the model's forward is run instead. Only the trainer's thread
+reads and writes this.
 
 B: rows of a batch, S: prompt and completion, T: tokens of a completion, V: vocabulary, N: B x T, L:
 routers, K: experts of a token.
@@ -37,11 +38,11 @@ Result = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 # a strategy sends groups to other processes: each record goes where its row is trained.
 ROWS_KEY = "rollout_rows"
 
-# The column of the rows' ids, (B,) int64. A trainer class of one's own may reorder what TRL has
-# scored, and does to a tensor what it does to the others.
+# The column of the rows' ids, (B,) int64. A user's own trainer class may reorder what TRL has
+# scored, and reorders this tensor like the others.
 ROW_IDS = "rollout_row_ids"
 
-# Of rows that the attached generator did not sample, or whose records are no longer kept.
+# Id of rows that the attached generator did not sample, or whose records are no longer kept.
 UNKNOWN_ID = -1
 
 
@@ -60,8 +61,9 @@ class LossRow:
     versions: list[int | None]
     """The policy version of each completion token; None where it is not known."""
     request_id: str | None = None
-    """Finish reason of its last request; None: the attached generator did not sample it."""
+    """Id of its last request; None: the attached generator did not sample it."""
     finish_reason: FinishReason | None = None
+    """Finish reason of its last request; None: not sampled here, or cut off at the end."""
     is_stopped: bool = False
     """True: its last token was sampled here and finished the request with STOP."""
     sampling_mask: list[Any] | None = None
@@ -272,14 +274,14 @@ def loss_rows(
             completions, log-probabilities and more; RLOO: the first two and completions.
         outputs: all outputs of the engine in the rollout, in order.
         ids: iterator of ids for new rows.
-        is_in_order: True if output `n` is row `n`, unless its tokens are others.
+        is_in_order: True if output `n` is row `n`, unless their tokens differ.
         replays: True if log-probabilities are taken over the sampling masks.
     """
     returned = _Generated.of(generated)
     by_prompt: dict[tuple[int, ...], list[GenerationOutput]] = defaultdict(list)
     for output in outputs:
         by_prompt[tuple(output.prompt_ids)].append(output)
-    # A `_generate` of one's own may have changed the rows.
+    # A user's own `_generate` may have changed the rows.
     is_in_order = is_in_order and returned.are_tokens_of(outputs)
     rows = []
     generated_rows = zip(returned.prompts, returned.completions, returned.masks, strict=True)
@@ -341,7 +343,7 @@ class _Generated:
     def logprobs_of(self, index: int, spans: Sequence[SampledSpan]) -> list[float] | None:
         """Return a row's log-probabilities, in nats, NaN where none is known; None: it has none."""
         if self.logprobs is not None:
-            # A rollout_func may say None, as vLLM's does, where it knows none.
+            # A rollout_func may return None for a token without a log-probability, as vLLM's does.
             return [math.nan if value is None else value for value in self.logprobs[index]]
         if self.is_grpo or not spans:
             return None
@@ -469,7 +471,7 @@ def require_records(
     Args:
         rows: all of a batch.
         num_trained: tokens of each row that the loss counts.
-        num_earlier: rollouts before the latest whose records are kept.
+        num_earlier: number of rollouts before the latest whose records are kept.
         setting: the setting that needs records.
         other: the setting that needs none.
     """
@@ -488,7 +490,7 @@ def require_records(
 
 
 Forward = Callable[[Any, LossBatch], Result]
-"""Computes TRL's `_get_per_token_logps_and_entropies` by a model."""
+"""Computes TRL's `_get_per_token_logps_and_entropies` with a model."""
 
 
 class OwnForward:
@@ -568,7 +570,7 @@ class OwnForward:
         S = batch.input_ids.shape[1]
         first = S - batch.logits_to_keep
         paddings = (first - batch.attention_mask[:, :first].sum(1)).tolist()
-        # A masked token may have any experts.
+        # The experts of a masked token do not matter.
         columns_S = torch.arange(1, S + 1, device=batch.attention_mask.device)
         ends = (batch.attention_mask * columns_S).amax(1).tolist()
         parts = []

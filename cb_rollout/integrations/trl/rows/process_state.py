@@ -1,8 +1,8 @@
 """Save in a checkpoint what one process needs to resume exactly: draws, groups, current batch.
 
 Owns the file of each process beside the trainer's own files, and the form of a batch in it. A file
-is read whole or not at all. The order of a trainer's rows needs none. Called by the trainer, on its
-thread.
+is read whole or not at all. The order of a trainer's rows needs no saved state. Called by the
+trainer, on its thread.
 """
 
 import io
@@ -27,13 +27,13 @@ from cb_rollout.types import FinishReason
 FILE_NAME = "cb_rollout_{rank:05}.pt"
 # Version of the layout of the file.
 FORMAT = 1
-# Key of the trainer's batch, a generation that is trained in several steps.
+# Key of the trainer's batch: a generation that several steps train on.
 BATCH = "batch"
 
-# Settings of a trainer by which a process has its share of a generation.
+# Settings of a trainer that determine a process's share of a generation.
 _SHARES = ("generation_batch_size", "steps_per_generation", "per_device_train_batch_size")
 
-# What `torch.load`, and a file of something else, raise.
+# Errors of `torch.load`, and of reading a file with other contents.
 _UNREADABLE = (
     *(OSError, EOFError, RuntimeError, pickle.UnpicklingError),
     *(KeyError, TypeError, ValueError),
@@ -136,18 +136,18 @@ def restore_batch(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def skip_passes(trainer: Any, loader: Any) -> None:
-    """Have a loader's sampler go on after the passes that a resumed training is through with.
+    """Make a loader's sampler go on after the passes that a resumed training has finished.
 
-    TRL 1.16's sampler draws the order of each pass from one generator. transformers 5.23 skips what
-    was trained of the pass at hand alone, whose order would be that of the first pass.
+    TRL 1.16's sampler draws the order of each pass from one generator. transformers 5.23 only skips
+    the trained part of the current pass, which would get the order of the first pass.
 
     Args:
-        trainer: has loaded a checkpoint, and trains next.
-        loader: yields its batches, and none so far.
+        trainer: a trainer that has loaded a checkpoint, and trains next.
+        loader: yields the trainer's batches; it has yielded none so far.
     """
     sampler = getattr(loader, "batch_sampler", None)
     while sampler is not None and not isinstance(sampler, upstream.utils.RepeatSampler):
-        # A process's share wraps a sampler of batches, and that one of rows.
+        # The sampler of a process's share wraps a sampler of batches, which wraps one of rows.
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
     if sampler is None or trainer.args.ignore_data_skip:

@@ -1,8 +1,8 @@
 """Find the record of each row of a trainer's batch by the row's tokens.
 
 A user's trainer class may drop, sort, repeat or join rows after TRL has scored them, cut
-completions, or train again on rows of earlier rollouts. Row ids that went along with a batch are
-tried first, and hold only where the tokens are the record's. Called by the trainer, on its thread.
+completions, or train again on rows of earlier rollouts. Row ids that came with a batch are tried
+first, and count only if the row has the record's tokens. Called by the trainer, on its thread.
 
 B: rows of a batch, S: prompt and completion, T: tokens of a completion.
 """
@@ -25,7 +25,7 @@ class _Tokens(NamedTuple):
     completion_ids: list[int]
     """As wide as the batch: padding at the end is included."""
     mask: list[int]
-    """One for each of the completion's: 0 in the padding, and where the loss skips a token."""
+    """One for each completion token: 0 in the padding, and where the loss skips a token."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -97,13 +97,13 @@ class RowIndex:
 
         Args:
             batch: its token ids and mask, (B, S), are read.
-            suggested: lists of records, the likeliest first. Lists of another length than B, and
-                records with other tokens, are not believed.
+            suggested: lists of records, the likeliest first. Lists whose length is not B, and
+                records with other tokens, are ignored.
 
         Returns:
             Records cut to the tokens of their rows. Equal rows take different records as long as
-            there are any left, those of the latest rollout first. A row without a record has one of
-            id `UNKNOWN_ID`, with its tokens alone.
+            any are left, those of the latest rollout first. A row without a record gets one with
+            the id `UNKNOWN_ID` and only the row's tokens.
         """
         rows = []
         num_taken: Counter[int] = Counter()
@@ -122,7 +122,7 @@ class RowIndex:
     def _matched(
         self, tokens: _Tokens, suggested: Sequence[Suggestions], num_taken: Counter[int]
     ) -> LossRow | None:
-        """Return the record with the most tokens of a row, of those the least taken."""
+        """Return the record that shares most tokens with a row; of several, the least taken."""
         records: dict[int, LossRow] = {}
         for suggestions in suggested:
             for row in suggestions:
@@ -148,7 +148,7 @@ class RowIndex:
 
 
 def _first_with_tokens(tokens: _Tokens, records: Suggestions) -> LossRow | None:
-    """Return the first record with a row's tokens, cut to them; None if other rows have all."""
+    """Return the first record with a row's tokens, cut to them; None if no record has them."""
     for record in records:
         if record is None:
             continue

@@ -1,4 +1,4 @@
-"""Strategies under a trainer: which rows of the data set its batches are made of."""
+"""Strategies under a trainer: they choose the data set rows of its batches."""
 
 from cb_rollout.integrations.trl.strategies.trainer_strategy import TrainerStrategy, use_strategy
 

@@ -25,7 +25,7 @@ Prompt = dict[str, Any]
 
 
 class SamplerShare:
-    """One process's rows of the trainer's sampler, a generation at a time, pass after pass."""
+    """One process's rows of the trainer's sampler, one generation at a time, pass after pass."""
 
     def __init__(self, trainer: Any) -> None:
         args = trainer.args
@@ -37,15 +37,15 @@ class SamplerShare:
         self._process_index = trainer.accelerator.process_index
         self.num_processes: int = trainer.accelerator.num_processes
         self.num_prompts: int = self._batch_size // self._num_generations
-        """Of a generation, over all processes."""
+        """Prompts of a generation, over all processes."""
         self._num_rows = len(trainer.train_dataset)
         self._sampler = trainer._get_train_sampler(trainer.train_dataset)
         self._indices: Iterator[int] = iter(())
         self.pass_number = -1
         self.num_batches = 0
-        """Of this pass."""
+        """Generations of this pass so far."""
         self.checksum = 0
-        """Of the rows of this pass so far, over all processes."""
+        """Checksum of the rows of this pass so far, over all processes."""
 
     def begin_pass(self) -> None:
         self.pass_number += 1
@@ -111,7 +111,7 @@ class QueueState:
     num_prompts: int
     """Prompts of a generation, over all processes."""
     checksum: int
-    """Of the sampler's rows in the pass so far."""
+    """Checksum of the sampler's rows in the pass so far."""
     trainer_step: int
     """TRL's count of forwards, by which it generates."""
     coming: list[int]
@@ -288,7 +288,7 @@ class RowQueue(Iterator[Prompt]):
     def _resume(self, states: list[QueueState], own_rows: Mapping[str, Any] | None) -> bool:
         share = self._share
         first = states[0]
-        # Generates when the run that was stopped would have.
+        # The trainer generates next when the stopped run would have.
         self._trainer._step = first.trainer_step
         self._trainer._buffered_inputs = None
         num_before = first.num_batches * first.num_prompts

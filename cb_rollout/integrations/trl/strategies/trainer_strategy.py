@@ -115,7 +115,7 @@ class TrainerStrategy(TrainerPart):
             )
 
     def begin_training(self, step: int, state: Mapping[str, Any] | None) -> None:
-        # A training that failed may have left some.
+        # A training that failed may have left unfinished sequences.
         self._cancel_carried()
         checkpoint = state or {}
         own = self._usable_state(checkpoint) if "rows" in checkpoint else None
@@ -125,7 +125,7 @@ class TrainerStrategy(TrainerPart):
             return
         groups = dict(own["groups"])
         groups["prompts"] = [self.rows.prompt(ticket) for ticket in groups["prompts"]]
-        # An evaluation of the step may have synced, which a resumed run does again.
+        # An evaluation at this step may have synced; a resumed run repeats that sync.
         groups[VERSION] = checkpoint[VERSION]
         self.groups.load_state_dict(groups)
 
