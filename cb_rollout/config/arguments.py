@@ -7,9 +7,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from cb_rollout.config.checks import real_number, whole_number
 from cb_rollout.config.rollout import RolloutConfig
 
-# `seed` is the trainer's argument. `use_async_batching` is None, True or False, `use_cuda_graph`
-# may be a pair, and `varlen_compile_config` is an object.
-_LEFT_OUT = ("seed", "use_async_batching", "use_cuda_graph", "varlen_compile_config")
+# `seed` is the trainer's argument, and `use_cuda_graph` may be a pair.
+_LEFT_OUT = ("seed", "use_cuda_graph")
 
 _HINTS = get_type_hints(RolloutConfig)
 
@@ -87,6 +86,6 @@ RolloutArguments: Any = dataclasses.make_dataclass(
     },
 )
 """For `TrlParser((ScriptArguments, GRPOConfig, ModelConfig, RolloutArguments))`: every field of
-`RolloutConfig` under its name, except `seed`, which is the trainer's, `use_async_batching`,
-`use_cuda_graph` and the two compile configs. A script reads the additional field `use_cb_rollout`
-to decide whether to call `attach`."""
+`RolloutConfig` under its name, except `seed`, which is the trainer's, `use_cuda_graph` and the two
+compile configs. A script reads the additional field `use_cb_rollout` to decide whether to call
+`attach`."""

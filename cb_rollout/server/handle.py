@@ -77,11 +77,13 @@ def start_server(
 
     model = ServedModel(manager, tokenizer, options, trained, sync_weights)
     listening = bound_socket(options)
+    was_served = manager.is_served
     try:
         manager.start()
         manager.is_served = True
         return ServerHandle(model, listening)
     except BaseException:
+        manager.is_served = was_served
         listening.close()
         raise
     finally:

@@ -84,9 +84,11 @@ class ServerOptions:
             if name.startswith("max_") and not is_left_open and not _is_whole(value, least):
                 raise ConfigurationError(f"{name}={value!r} is not a whole number >= {least}.")
             is_finite = isinstance(value, int | float) and 0 <= value < math.inf
-            is_right = is_finite and (value != 0 or name == "drain_seconds")
+            is_in_range = is_finite and (value != 0 or name == "drain_seconds")
+            is_right = is_in_range and not isinstance(value, bool)
             if name.endswith("_seconds") and not is_right:
-                raise ConfigurationError(f"{name}={value!r} is not a finite number above 0.")
+                least = "of 0 or more" if name == "drain_seconds" else "above 0"
+                raise ConfigurationError(f"{name}={value!r} is not a finite number {least}.")
         updates = self.allow_weight_updates
         if not isinstance(updates, bool):
             raise ConfigurationError(f"allow_weight_updates={updates!r} is neither True nor False.")

@@ -54,9 +54,9 @@ KERNELS = ("flash_attn", "kernels", "triton", "torch.nn.attention.varlen")
 # The packages of each extra.
 EXTRAS = {"server": ("fastapi", "uvicorn"), "grammar": ("xgrammar",), "ray": ("ray",)}
 
-# Prompt lengths, in tokens: both below the block size, and the second above the probe's. They
-# differ, so that rows are padded.
-PROMPT_TOKENS = (3, 17)
+# Prompt lengths, in tokens. They differ, so that rows are padded, and new tokens take the second
+# beyond its first block.
+PROMPT_TOKENS = (3, 29)
 NEW_TOKENS = 8
 SEQUENCES_EACH = 2
 

@@ -26,7 +26,7 @@ _ENGINE_NUMBERS = itertools.count()
 
 
 class CommandKind(enum.StrEnum):
-    """What a command tells the engines to do."""
+    """Action that a command asks the engines for."""
 
     STEP = "step"
     TAKE = "take"

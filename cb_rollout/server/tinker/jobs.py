@@ -177,19 +177,27 @@ class Jobs:
     def _next_batch(self) -> list[Job]:
         """Return the next job, with the samples to run with it; empty if the thread must stop."""
         with self._changed:
-            while not self._waiting:
-                if self._is_closed:
-                    return []
-                self._changed.wait()
-            first = next(iter(self._waiting.values()))
-            if first.run is not None:
-                del self._waiting[first.id]
-                return [first]
-            self._gather()
-            samples = _sampled_together(self._waiting.values())
-            for job in samples:
-                del self._waiting[job.id]
-            return samples
+            while self._await_job():
+                first = next(iter(self._waiting.values()))
+                if first.run is not None:
+                    del self._waiting[first.id]
+                    return [first]
+                self._gather()
+                samples = _sampled_together(self._waiting.values())
+                for job in samples:
+                    del self._waiting[job.id]
+                # Empty if all were cancelled meanwhile.
+                if samples:
+                    return samples
+            return []
+
+    def _await_job(self) -> bool:
+        """Wait for a job; return False if the thread must stop."""
+        while not self._waiting:
+            if self._is_closed:
+                return False
+            self._changed.wait()
+        return True
 
     def _gather(self) -> None:
         """Wait until no new job has arrived for a moment."""

@@ -241,8 +241,8 @@ class Policies:
                 finite; no gradient was added.
         """
         for index, datum in enumerate(data):
-            self._check(datum, index)
             checked_loss(loss, settings, datum.inputs, len(datum.token_ids), index)
+            self._check(datum, index)
         self.generator.manager.lend_to_trainer()
         outputs: list[dict[str, torch.Tensor]] = []
         total = 0.0

@@ -85,11 +85,22 @@ def _datum(index: int, message: Any) -> Datum:
             raise InvalidRequestError(
                 f"datum {index} holds a chunk of {chunk.WhichOneof('chunk')}; text alone is taken."
             )
-        token_ids += np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
+        tokens = chunk.encoded_text.tokens
+        token_ids += _numbers(f"datum {index}: its tokens", tokens, np.int32).tolist()
     inputs: dict[str, torch.Tensor] = {}
     for name, tensor in message.loss_fn_inputs.items():
         inputs[name] = _tensor(f"datum {index}: {name}", tensor)
     return Datum(token_ids, inputs)
+
+
+def _numbers(name: str, content: bytes, dtype: Any) -> np.ndarray:
+    """Return the numbers in some bytes."""
+    num_bytes = np.dtype(dtype).itemsize
+    if len(content) % num_bytes:
+        raise InvalidRequestError(
+            f"{name}: {len(content)} bytes are no whole number of {num_bytes}-byte values."
+        )
+    return np.frombuffer(content, dtype)
 
 
 def _tensor(name: str, message: Any) -> torch.Tensor:
@@ -98,7 +109,7 @@ def _tensor(name: str, message: Any) -> torch.Tensor:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise InvalidRequestError(f"{name} is of a dtype that is not read; send float32 or int64.")
-    values = np.frombuffer(message.dense, dtype).copy()
+    values = _numbers(name, message.dense, dtype).copy()
     shape = tuple(message.shape) or values.shape
     if int(np.prod(shape)) != values.size:
         raise InvalidRequestError(f"{name} has {values.size} values and the shape {shape}.")

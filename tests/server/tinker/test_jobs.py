@@ -53,6 +53,20 @@ def test_a_request_that_is_sent_twice_runs_once_even_when_its_result_is_forgotte
     assert runs == [0, 1, 2, 3]
 
 
+def test_a_sample_that_is_cancelled_while_others_are_awaited_ends_no_thread(jobs, monkeypatch):
+    gather = Jobs._gather
+
+    def cancelled_meanwhile(self):
+        self.cancel("sample")
+        monkeypatch.setattr(Jobs, "_gather", gather)
+
+    monkeypatch.setattr(Jobs, "_gather", cancelled_meanwhile)
+    cancelled = Job("sample", sampler="any", sample=object(), answer=list)
+    jobs.submit(cancelled)
+    assert "was cancelled" in cancelled.result.result(timeout=10).message
+    assert result_of(jobs, "next", lambda: 7) == 7
+
+
 def test_large_results_are_kept_up_to_a_number_of_bytes(jobs, monkeypatch):
     monkeypatch.setattr(module, "MAX_RESULT_BYTES", 100)
     for name in "abc":
