@@ -14,7 +14,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -432,7 +432,7 @@ RATIOS_OF_README = (
 
 # Names of contenders, for a reader who does not know the benchmarks yet.
 CONTENDER_NAMES = {
-    "TRL generate": "TRL's own path",
+    "TRL generate": "TRL with `generate`",
     "model.generate": "transformers' `generate`",
     "transformers CB": "transformers' continuous batching",
     "vLLM 0.32.0": "vLLM 0.32",
@@ -595,7 +595,7 @@ def replay_result(replay: Replay) -> str:
 
 def benchmark_tables(workloads: Iterable[str]) -> str:
     """Return the benchmark tables of some workloads, from the recorded runs."""
-    records = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
+    records = read_records(BENCHMARKS)
     tables = [
         workload_table(WORKLOADS[workload], record["results"][workload], record)
         for workload in workloads
@@ -606,20 +606,52 @@ def benchmark_tables(workloads: Iterable[str]) -> str:
 
 
 def ratio_table() -> str:
-    """Return the README's table: how much faster than each contender, from the recorded runs."""
-    records = [json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("*.json"))]
-    lines = ["| workload | compared with | cb_rollout is |", "|---|---|---|"]
-    dates = set()
-    for measured, workload, contender in RATIOS_OF_README:
-        (record,) = [r for r in records if workload in r.get("results", ())]
-        contenders = record["results"][workload]
-        ratio = times_better(contenders[OURS], contenders[contender])
-        lines.append(f"| {measured} | {CONTENDER_NAMES[contender]} | {ratio:.1f}x as fast |")
-        dates.add(record["date"])
-    machine = f"{record['device']}, {record['threads']} threads, {', '.join(sorted(dates))}"
-    conditions = "SmolLM2-135M-Instruct in float32, medians of alternating repeats in one run"
-    note = f"<sub>{conditions}; {machine}.</sub>"
-    return "\n".join([*lines, "", note, ""])
+    """Return the README's table: how much faster than each contender, from the recorded runs.
+
+    Records of a further processor are in a folder of `BENCHMARKS`, and get a column.
+    """
+    folders = [BENCHMARKS, *sorted({path.parent for path in BENCHMARKS.glob("*/*.json")})]
+    machines = [read_records(folder) for folder in folders]
+    header = ["workload", "compared with"]
+    dates = []
+    for records in machines:
+        (measured,) = {r["device"] for r in records if holds_any_ratio(r)}
+        header.append(f"on {measured}")
+        dates += [r["date"] for r in records if holds_any_ratio(r)]
+    lines = [row_of(header), row_of(["---"] * len(header))]
+    for title, workload, contender in RATIOS_OF_README:
+        cells = [title, CONTENDER_NAMES[contender]]
+        cells += [ratio_of(records, workload, contender) for records in machines]
+        lines.append(row_of(cells))
+    conditions = "cb_rollout's speed over the other's, with SmolLM2-135M-Instruct in float32"
+    note = f"medians of alternating turns in one run, 2 threads, {min(dates)} to {max(dates)}"
+    return "\n".join([*lines, "", f"<sub>{conditions}; {note}.</sub>", ""])
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records in a folder."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def holds_any_ratio(record: dict[str, Any]) -> bool:
+    """Return whether a record has a workload of the README's table."""
+    workloads = {workload for _, workload, _ in RATIOS_OF_README}
+    return not workloads.isdisjoint(record.get("results", ()))
+
+
+def ratio_of(records: list[dict[str, Any]], workload: str, contender: str) -> str:
+    """Return a cell of the README's table; "-": these records lack the workload."""
+    found = [record for record in records if workload in record.get("results", ())]
+    if not found:
+        return "-"
+    (record,) = found
+    contenders = record["results"][workload]
+    return f"{times_better(contenders[OURS], contenders[contender]):.1f}x"
+
+
+def row_of(cells: Sequence[str]) -> str:
+    """Return a row of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
 
 
 def workload_table(title: str, contenders: dict[str, Any], record: dict[str, Any]) -> str:
