@@ -370,7 +370,7 @@ The results, in float32 unless the row says otherwise:
 - *equal*: no weight differs by more than 2e-5 times the largest change of any weight. No metric
   differs by more than 5e-5, relative to its value or to 0.1, whichever is larger. For comparison,
   padding a stock trainer's batches to another width (`pad_to_multiple_of`) moves its weights by up
-  to 5e-6, which is one rounding of the largest weight.
+  to 5e-6 times that largest change, which is one rounding of the largest weight.
 - *equal to padding*: weights and metrics differ by at most twice as much as another padding width
   moves them in a stock trainer. bfloat16 rounds coarsely, and AdamW divides a gradient's rounding
   error by the gradient's own size.
@@ -381,7 +381,7 @@ The results, in float32 unless the row says otherwise:
 |---|---|
 | `*runtime`, `*_per_second`, `step_time` | it measures time |
 | `rollout/*` | only an attached trainer logs it ([Metrics](metrics.md)) |
-| `sampling/*` | TRL logs it only for another engine's completions; our ratios are 1 to rounding |
+| `sampling/*` | TRL logs it for other engines' completions; our ratios are 1, up to rounding |
 
 `tests/distributed/test_trl_replay.py` compares eight of the settings in two processes, and
 `tests/training/test_images.py` compares training with images.

@@ -126,9 +126,9 @@ def _advice_on_field(name: str) -> str:
 def engine_settings(generation_config: Any) -> dict[str, Any]:
     """Return the engine settings in a `GenerationConfig`, as fields of `RolloutConfig`.
 
-    A field of its `continuous_batching_config` counts if it differs from transformers' default; in
-    a dict, if it is not None or None has a meaning. The `GenerationConfig` itself may also have
-    such fields, as in transformers' guide.
+    A field of its `continuous_batching_config` counts if it differs from transformers' default. If
+    that config is a dict, every value counts but None, which counts only for a field where it has a
+    meaning. The `GenerationConfig` itself may also have such fields, as in transformers' guide.
 
     Raises `ConfigurationError` for a setting that cannot be honoured.
     """

@@ -125,9 +125,9 @@ class RolloutConfig:
     )
     use_cuda_graph: bool | tuple[bool, bool] | None = setting(
         None,
-        "Decode with CUDA graphs; None: if device and model allow it; False: never, and on a CPU "
-        "without a traced forward. As in transformers, a pair is (prefill, decode); prefill must "
-        "be False.",
+        "Decode with CUDA graphs; None: if device and model allow it; False: never, which on a CPU "
+        "also turns off the traced forward. As in transformers, a pair is (prefill, decode); "
+        "prefill must be False.",
         one_of(None, True, False, (False, True), (False, False), [False, True], [False, False]),
     )
     q_padding_interval_size: int = setting(
@@ -169,10 +169,10 @@ class RolloutConfig:
     )
     use_default_compile_configs: bool | None = setting(
         None,
-        "Compile decode steps with inductor and the engine's own settings; None: if steps are "
-        "CUDA graphs, but not under attach below 20,000 steps, and on a CPU after 2,000 "
-        "steps. In a ContinuousBatchingConfig, True sets default_compile_level=3, as it does in "
-        "transformers.",
+        "Compile decode steps with inductor and the engine's own settings; None: on a GPU if steps "
+        "are CUDA graphs, but under attach not for a training of fewer than 20,000 decode steps; "
+        "on a CPU, after 2,000 decode steps. In a ContinuousBatchingConfig, True sets "
+        "default_compile_level=3, as it does in transformers.",
         one_of(None, True, False),
     )
     scheduler_type: str = setting(

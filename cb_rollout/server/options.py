@@ -59,10 +59,14 @@ class ServerOptions:
         600.0, "Longest a request may take, or it is cancelled."
     )
     body_timeout_seconds: float = _field(
-        30.0, "Longest a head or a body may take to arrive, or the end of an answer to be taken."
+        30.0,
+        "Longest that a request's head or body may take to arrive, or a client to take the end of "
+        "an answer.",
     )
     allow_weight_updates: bool = _field(
-        False, "Let clients replace the model's weights: with the key, or without one of this user."
+        False,
+        "Let clients replace the model's weights: those with the key, or if there is none, those "
+        "of this user.",
     )
     weight_update_timeout_seconds: float = _field(
         60.0, "Longest a begun weight update waits for its next call; it is dropped then."

@@ -67,7 +67,7 @@ COSTS = {
     "tool_timeout_seconds": "Set it if a tool may hang; needs concurrent_tools.",
     "release_cache": (
         "between_steps costs an allocation per rollout; with_weights also a whole sync and new "
-        "graphs per rollout; never costs the cache's memory while training."
+        "graphs per rollout; with never, the cache keeps its memory during training."
     ),
     "training_reserve_gib": (
         "Set it if the estimate is wrong: another optimizer, large activations."

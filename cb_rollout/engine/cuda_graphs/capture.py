@@ -23,7 +23,7 @@ _FAILED: list[tuple[Any, str]] = []
 
 
 class CaptureFailedError(RuntimeError):
-    """CUDA refused a capture, or an earlier one of this process: nothing is captured any more."""
+    """CUDA refused this capture, or an earlier one of this process; no further one is made."""
 
 
 class WaitingStepError(RuntimeError):

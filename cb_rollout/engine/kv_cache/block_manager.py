@@ -54,7 +54,7 @@ class PrefixCache:
     def insert(
         self, policy_version: int, parent: int, tokens: Sequence[Hashable], block: int
     ) -> tuple[int, bool]:
-        """Add a link; return its node, and whether `block` now stores it, not an earlier block."""
+        """Add a link; return its node, and False if an earlier block stores it, else True."""
         key = PrefixKey(policy_version, parent, tuple(tokens))
         if key in self._links:
             return self._links[key][1], False

@@ -314,7 +314,10 @@ class PagedCache(Cache):
     def write_routes(
         self, routes_NLK: torch.Tensor, slots: torch.Tensor, write_tokens: torch.Tensor | None
     ) -> None:
-        """Write the experts of all new tokens, including padding, to a `SlotMapping`'s slots."""
+        """Write the experts of the real new tokens to a `SlotMapping`'s slots.
+
+        `routes_NLK` also has those of the padding, which `write_tokens` leaves out.
+        """
         routes_NF = routes_NLK.flatten(1)
         if write_tokens is not None:
             routes_NF = routes_NF.index_select(0, write_tokens)

@@ -209,7 +209,7 @@ class PoolWorker:
         """Wait at most `seconds` for an item to end; return all ended items, and the totals so far.
 
         An output's `request_id` is the item's id, and its times are seconds since the item arrived.
-        The totals lack the peak. `EngineDeadError`: the engine stopped on an exception.
+        In the totals, `kv_blocks_peak` is 0. `EngineDeadError`: the engine stopped on an exception.
         """
         outputs = []
         output = self._outputs.take(timeout=seconds)

@@ -146,7 +146,10 @@ def _require_room_for_prompts(name: str, length: int, limits: ServingLimits) -> 
 
 
 def generation_config_of(trainer: Any) -> Any:
-    """Return the trainer's config; the model's fills unset values, as in `model.generate`."""
+    """Return the trainer's generation config, with unset values taken from the model's.
+
+    As in `model.generate`, except that `max_length` and `max_time` stay the trainer's.
+    """
     config = copy.deepcopy(trainer.generation_config)
     of_model = hf_compat.generation_config_of(trainer.model)
     if of_model is None:

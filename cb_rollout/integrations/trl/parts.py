@@ -52,7 +52,7 @@ class RolloutContext:
     has_new_settings: bool = False
     """True: the trainer's generation config changed since the previous rollout."""
     step: int = 0
-    """The trainer's global step after it trained on the rollout; in evaluation, at the time."""
+    """The first optimizer step that trains on the rollout; in evaluation, the steps done so far."""
     rows: list[LossRow] = field(default_factory=list)
     """Rows of the trainer's batch on this process, in the order of their generation."""
     rewards: list[float] = field(default_factory=list)

@@ -228,7 +228,7 @@ class TrainerRecords(TrainerPart):
             self._step_means = {}
 
     def log(self, step: int, logs: Mapping[str, Any]) -> None:
-        """Record the trainer's log; wandb gets tokens and distributions if the trainer reports."""
+        """Record a trainer's log; if it reports to wandb, send tokens and distributions there."""
         is_eval = any(name.startswith("eval_") for name in logs)
         numbers = _numbers_in(logs)
         if is_eval:

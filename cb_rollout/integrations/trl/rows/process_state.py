@@ -136,10 +136,10 @@ def restore_batch(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def skip_passes(trainer: Any, loader: Any) -> None:
-    """Make a loader's sampler go on after the passes that a resumed training has finished.
+    """Move a loader's sampler past the passes that the stopped training had finished.
 
-    TRL 1.16's sampler draws the order of each pass from one generator. transformers 5.23 only skips
-    the trained part of the current pass, which would get the order of the first pass.
+    TRL 1.16's sampler draws the order of each pass from one generator. transformers 5.23 skips only
+    the trained part of the current pass, which would then get the order of the first pass.
 
     Args:
         trainer: a trainer that has loaded a checkpoint, and trains next.
