@@ -82,7 +82,7 @@ class ContinuousBatchingManager:
     """
 
     weight_selection: str = ""
-    """How adapters run, and why, for `decode_path`."""
+    """Phrase for `decode_path` that says how adapters run, and why."""
 
     def __init__(
         self,

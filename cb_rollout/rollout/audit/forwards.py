@@ -52,7 +52,7 @@ class Change:
     cached_weights: Weights | None = None
     """Weights that computed the keys of the first tokens; None: none are cached."""
     num_cached: Sequence[int] = ()
-    """How many tokens of each sequence have these keys: fewer than prompt and completion together.
+    """Number of tokens of each sequence with these keys: fewer than prompt and completion have.
     A number that would cut an image is lowered."""
     head_dtype: torch.dtype | None = None
     """Dtype in which the head is computed; None: the model's own."""
