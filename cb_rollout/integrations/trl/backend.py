@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerState
@@ -200,9 +200,7 @@ def add_part(trainer: Any, part: TrainerPart) -> None:
     require_backend(trainer, "add_part").parts.append(part)
 
 
-def log_metrics(
-    trainer: Any, metrics: Mapping[str, float], mode: Literal["train", "eval"] = "train"
-) -> None:
+def log_metrics(trainer: Any, metrics: Mapping[str, float], mode: Mode = "train") -> None:
     """Add values to the next log of an attached trainer.
 
     For each name, the log has the mean of its values since the last log. Values that a part adds in
