@@ -23,7 +23,7 @@ from cb_rollout.compat import transformers as hf_compat
 from cb_rollout.compat.multimodal import reads_images, text_tokenizer
 from cb_rollout.config.rollout import RolloutConfig
 from cb_rollout.config.sampling import SamplingParams
-from cb_rollout.engine.attention.cpu.packed_linear import has_kernel
+from cb_rollout.engine.attention.cpu.linear import has_kernel
 from cb_rollout.engine.attention.selector import select_backend
 from cb_rollout.engine.cuda_graphs.selection import graph_obstacle
 from cb_rollout.engine.kv_cache.layout import CacheLayout

@@ -21,7 +21,7 @@ import cb_rollout
 from benchmarks.harness.contenders import Contender, ours
 from benchmarks.harness.workload import long_tailed
 from benchmarks.sizes import Setup
-from cb_rollout.engine.attention.cpu import packed_linear
+from cb_rollout.engine.attention.cpu import linear
 from cb_rollout.engine.attention.cpu.backend import CpuPagedAttention
 from cb_rollout.engine.core import Engine
 from cb_rollout.engine.executor import StepExecutor
@@ -63,8 +63,8 @@ FINE = (
     WrappedFunction(ATTENTION, CpuPagedAttention, "attend"),
     WrappedFunction(ATTENTION, PagedLayer, "update"),
     WrappedFunction(LINEAR, torch.nn.functional, "linear"),
-    WrappedFunction(LINEAR, packed_linear, "multiply"),
-    WrappedFunction(LINEAR, packed_linear, "multiply_packed"),
+    WrappedFunction(LINEAR, linear, "multiply"),
+    WrappedFunction(LINEAR, linear, "multiply_many"),
     WrappedFunction(DELIVERY, EngineLoop, "_deliver"),
 )
 

@@ -165,7 +165,7 @@ def test_a_fused_optimizer_step_without_a_sync_begins_a_policy_version(is_own):
     model, other = tiny_model(), tiny_model()
     stepped = model if is_own else other
     optimizer = torch.optim.AdamW(stepped.parameters(), lr=0.05, fused=True)
-    # Enough rows for products of packed weights.
+    # Enough rows for the kernel of many rows.
     prompts = [[row, *PROMPT[:20]] for row in range(5, 13)]
     with RolloutGenerator(model, RolloutConfig(block_size=16)) as generator:
         generator.generate_batch(prompts, sampling_params=GREEDY)

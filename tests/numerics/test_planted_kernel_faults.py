@@ -11,7 +11,7 @@ import torch
 from tiny import plain_logprobs, tiny_model
 
 from cb_rollout import ConfigurationError, RolloutConfig, RolloutGenerator, SamplingParams
-from cb_rollout.engine.attention.cpu import packed_linear
+from cb_rollout.engine.attention.cpu import linear
 from cb_rollout.engine.numerics import kernels
 from cb_rollout.engine.numerics.qualification import qualifier, verdicts
 from cb_rollout.engine.numerics.qualification.qualifier import UnprovedError
@@ -21,6 +21,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [20] * 17, list(range(3, 60))]
 
 # The first statement of each kernel.
 MULTIPLY = "const std::vector<Operand> given = operands_of(rows, num_rows, num_inputs);"
+MULTIPLY_MANY = "const Arguments& given = *arguments;"
 ATTEND = "if (step.num_rows == 0) return;"
 OF_OUTPUT = "const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;"
 
@@ -66,6 +67,36 @@ FAULTS = {
     ("multiply", "hangs"): (
         MULTIPLY,
         f"for (volatile bool waits = true; waits;) {{}} {MULTIPLY}",
+        "did not end within",
+    ),
+    ("multiply_many", "wrong by a hundredth"): (
+        "return fused(filled(weight), rows, sum);",
+        "return fused(filled(weight * REAL(1.01)), rows, sum);",
+        "computes numbers that are off by",
+    ),
+    ("multiply_many", "wrong in the second group of rows"): (
+        "return numbers.data() + group.first * num_steps * LANES;",
+        "return numbers.data();",
+        "computes numbers that are off by",
+    ),
+    ("multiply_many", "wrong in the second weight"): (
+        "while (first_blocks[i] > item) i--;",
+        "i = 0;",
+        "computes numbers that are off by",
+    ),
+    ("multiply_many", "leaves the last inputs out"): (
+        "for (; step < num_steps; step++) {",
+        "for (; false; step++) {",
+        "computes numbers that are off by",
+    ),
+    ("multiply_many", "writes to null"): (
+        MULTIPLY_MANY,
+        f"*(volatile int*)nullptr = 1; {MULTIPLY_MANY}",
+        "was killed by SIGSEGV",
+    ),
+    ("multiply_many", "hangs"): (
+        MULTIPLY_MANY,
+        f"for (volatile bool waits = true; waits;) {{}} {MULTIPLY_MANY}",
         "did not end within",
     ),
     ("attend", "wrong by a hundredth"): (
@@ -137,7 +168,7 @@ def planted(libraries, unloaded, monkeypatch):
 
 def unload():
     kernels.kernel.cache_clear()
-    packed_linear.has_kernel.cache_clear()
+    linear.has_kernel.cache_clear()
     qualifier.forget_trials()
     kernels._PROOFS.clear()
 
@@ -206,7 +237,7 @@ def check_lower_rung(kernel, told, caplog):
     else:
         assert attention.runs.startswith("cpp")
         assert attention.proof.startswith("proved in a process of its own")
-        assert not packed_linear.has_kernel(torch.float32)
+        assert not linear.has_kernel(torch.float32, kernel)
     return line
 
 
@@ -237,7 +268,7 @@ def plant_trial(trial, kernel, monkeypatch):
     monkeypatch.setattr(kernels, "_subject", subject)
 
 
-@pytest.mark.parametrize("kernel", ["multiply", "attend"])
+@pytest.mark.parametrize("kernel", ["multiply", "multiply_many", "attend"])
 @pytest.mark.parametrize("trial", ["segfaults", "hangs_in_c"])
 @pytest.mark.usefixtures("unloaded")
 def test_a_failed_trial_ends_on_a_lower_rung_with_one_line(trial, kernel, monkeypatch, caplog):
@@ -251,7 +282,7 @@ def test_a_kernel_whose_trial_fails_is_not_loaded(trial, monkeypatch, caplog):
     plant_trial(trial, "multiply", monkeypatch)
     with pytest.raises(UnprovedError, match=TRIALS[trial]):
         kernels.kernel("multiply", torch.float32)
-    assert not packed_linear.has_kernel(torch.float32)
+    assert not linear.has_kernel(torch.float32)
     (line,) = warnings_of(caplog)
     assert TRIALS[trial] in line
 
@@ -279,15 +310,21 @@ def test_bitwise_numerics_are_refused_where_their_kernel_fails_its_trial(monkeyp
 
 @pytest.mark.usefixtures("unloaded")
 def test_without_a_child_process_no_kernel_is_loaded(monkeypatch, caplog):
-    monkeypatch.setattr("sys.executable", "/no/such/python")
     model = tiny_model("qwen3")
+    with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
+        roll_out(generator, model)
+    # The kernels are compiled now. The compiler is called through Python too.
+    unload()
+    for verdict in verdicts.VerdictStore().folder.glob("*.json"):
+        verdict.unlink()
+    monkeypatch.setattr("sys.executable", "/no/such/python")
     with RolloutGenerator(model, RolloutConfig(seed=3)) as generator:
         roll_out(generator, model)
         attention = next(path for path in generator.paths if path.part == "decode attention")
         assert "no process can be started" in attention.obstacle
     # A line for each kernel, though more sequences ask for it.
     lines = warnings_of(caplog)
-    assert len(lines) == len(set(lines)) == 2
+    assert len(lines) == len(set(lines)) == 3
     assert all("could not be tried" in line for line in lines)
     assert all("doctor MODEL --qualify" in line for line in lines)
     assert not list(verdicts.VerdictStore().folder.glob("*.json"))
@@ -301,8 +338,11 @@ def test_the_switch_loads_kernels_without_a_trial(monkeypatch):
     assert qualifier.trials() == []
 
 
+TRIED = ["multiply", "multiply_many", "multiply_batch", "attend_masked", "attend_paged"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["multiply", "multiply_batch", "attend_masked", "attend_paged"])
+@pytest.mark.parametrize("name", TRIED)
 @pytest.mark.usefixtures("unloaded")
 def test_every_kernel_passes_its_trial(name, dtype):
     kernels.kernel(name, dtype)

@@ -106,7 +106,7 @@ def test_bf16_training_of_float32_weights_takes_a_copy_by_itself(tmp_path):
     generator.close()
 
 
-def test_bf16_training_with_adapters_runs_them_unmerged_over_weights_that_are_rounded_once(
+def test_bf16_training_with_adapters_runs_them_unmerged_over_the_models_own_weights(
     tmp_path,
 ):
     trainer = tiny_trainer(tmp_path, bf16=True, trainer_arguments={"peft_config": LORA})
@@ -115,10 +115,6 @@ def test_bf16_training_with_adapters_runs_them_unmerged_over_weights_that_are_ro
     base = trainer.model.get_base_model()
     assert generator.manager.model is base
     generator.generate_batch([[5, 6, 7, 8, 9]], max_new_tokens=2)
-    packed = generator.manager.engine.runner.packed_linear._packed
-    frozen = {p for name, p in base.named_parameters() if "base_layer.weight" in name}
-    assert frozen
-    assert {(id(parameter), torch.bfloat16) for parameter in frozen} <= packed.keys()
     assert max(logged(trainer, "sampling/sampling_logp_difference/mean")) < 0.05
     generator.close()
 

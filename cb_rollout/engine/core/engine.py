@@ -228,7 +228,6 @@ class Engine:
     def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
         self.policy_version = policy_version
         self.request_checks.forget_deleted_adapters()
-        self.runner.packed_linear.forget()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
     def _notice_changed_function(self) -> None:
@@ -243,7 +242,6 @@ class Engine:
 
     def release_cache(self) -> None:
         """Release the cache's memory; the keys of unfinished sequences are recomputed later."""
-        self.runner.packed_linear.forget()
         self._scheduler.reset(self.limits)
         self._storage.release(self.paged_model.layout, self.memory_plan)
         self._executor.reset(self.paged_model.decode_path)

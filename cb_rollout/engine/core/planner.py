@@ -112,9 +112,6 @@ class CachePlanner:
         # A path that released its memory will need it again.
         released_bytes = decode_path.planned_bytes - decode_path.num_bytes
         memory = memory._replace(free_bytes=max(0, memory.free_bytes - released_bytes))
-        packed_weight_bytes = runner.packed_linear.plan(
-            memory.free_bytes - training.reserve, runner.compute_dtype
-        )
         return create_memory_model(
             self._config,
             layout,
@@ -128,5 +125,4 @@ class CachePlanner:
             # With a backend, decode steps gather nothing.
             gathers_always=runner.attention_backend is None,
             path_bytes=decode_path.planned_bytes,
-            packed_weight_bytes=packed_weight_bytes,
         )

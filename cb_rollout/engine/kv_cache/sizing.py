@@ -66,7 +66,6 @@ def create_memory_model(
     max_gather_ratio: int,
     gathers_always: bool,
     path_bytes: int,
-    packed_weight_bytes: int,
 ) -> MemoryModel:
     """Return the inputs of an engine's memory plan.
 
@@ -82,7 +81,6 @@ def create_memory_model(
         max_gather_ratio: maximum tokens that a prefill gathers per token that it computes.
         gathers_always: True if decode steps gather keys too.
         path_bytes: memory that the decode path holds, such as CUDA graphs.
-        packed_weight_bytes: memory of weights that are packed for the CPU.
     """
     max_sequence_tokens = None
     if not gathers_always:
@@ -109,7 +107,6 @@ def create_memory_model(
         history_factor=1 if layout.is_recurrent else max_gather_ratio,
         max_sequence_tokens=max_sequence_tokens,
         graph_bytes=path_bytes,
-        packed_weight_bytes=packed_weight_bytes,
         set_blocks=config.num_blocks,
     )
 

@@ -105,8 +105,6 @@ class MemoryModel:
     too."""
     graph_bytes: int = 0
     """Memory of CUDA graphs, captured before the plan was made; 0: there are none."""
-    packed_weight_bytes: int = 0
-    """Memory for packed weights of linear layers, kept out of the budget; 0 on a GPU."""
     set_blocks: int | None = None
     """`num_blocks` of the settings; None: derived from the budget."""
 
@@ -116,8 +114,8 @@ class MemoryModel:
 
     @property
     def rest_bytes(self) -> int:
-        """Return the free bytes that training and packed weights leave."""
-        return max(0, self.free_bytes - self.training.reserve - self.packed_weight_bytes)
+        """Return the free bytes that training leaves."""
+        return max(0, self.free_bytes - self.training.reserve)
 
     @property
     def bytes_per_block(self) -> int:
@@ -186,7 +184,7 @@ class MemoryPlan(MemoryModel):
     @property
     def left_bytes(self) -> int:
         """Return the unclaimed bytes; negative if more is claimed than the device has."""
-        claimed = self.training.reserve + self.forward_bytes + self.packed_weight_bytes
+        claimed = self.training.reserve + self.forward_bytes
         return self.free_bytes - claimed - self.state_bytes - self.kv_bytes
 
     @property
@@ -204,7 +202,6 @@ class MemoryPlan(MemoryModel):
             *self.training.parts,
             Part("forward workspace", self.forward_bytes),
             Part("CUDA graphs", self.graph_bytes, _none_of(self.graph_bytes)),
-            Part("packed weights", self.packed_weight_bytes, _none_of(self.packed_weight_bytes)),
             Part("recurrent states", self.state_bytes, f"{self.num_slots} sequences"),
             Part("KV cache", self.kv_bytes, f"{self.num_blocks} blocks at most, {limit}"),
             Part("free", self.left_bytes, free_note),
@@ -223,7 +220,7 @@ class MemoryPlan(MemoryModel):
 
 
 def create_memory_plan(model: MemoryModel) -> MemoryPlan:
-    """Divide the free memory: budget = share x (free - reserve - packed weights), in blocks.
+    """Divide the free memory: budget = share x (free - reserve), in blocks.
 
     States and blocks stay within the budget, and leave a forward its workspace.
     """

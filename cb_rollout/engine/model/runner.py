@@ -28,7 +28,7 @@ from cb_rollout.engine.attention.compiled_prefill import (
     TraceablePrefill,
     attend_to_pages,
 )
-from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
+from cb_rollout.engine.attention.cpu.linear import replacing_linear
 from cb_rollout.engine.attention.decode_cache import DecodeInputs, UnsupportedAttentionError
 from cb_rollout.engine.attention.packed import PackedAttention, Segment, no_mask
 from cb_rollout.engine.attention.selector import BackendSelection, select_backend
@@ -96,9 +96,7 @@ class ModelRunner:
         self._higher_dtype: torch.dtype | None = None
         self.facts = ModelFacts.of(model)
         self.image_inputs = ImageInputs(model)
-        is_packable = self.device.type == "cpu" and not is_bitwise
-        self.packed_linear = PackedLinear(model, is_enabled=is_packable)
-        """Linear layers of the forwards on a CPU."""
+        self._replaces_linear = self.device.type == "cpu" and not is_bitwise
         self.compiled_prefill: CompiledPrefill | None = None
         """Runs packed prompts compiled; None: nothing asks for it."""
         self.recorder: RouteRecorder | None = None
@@ -261,8 +259,7 @@ class ModelRunner:
                 self.compute_dtype,
                 self.computing_in,
             )
-            with self.packed_linear.active():
-                backend.traced_forward.warm_up(forward, num_steps)
+            backend.traced_forward.warm_up(forward, num_steps)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -423,9 +420,8 @@ class ModelRunner:
             nothing else can run in it; False: the model itself runs instead.
         """
         assert self.attention_backend is not None
-        with self.packed_linear.active():
-            traced_forward = self.attention_backend.traced_forward
-            logits_BV = traced_forward.run(inputs, raises=is_captured)
+        traced_forward = self.attention_backend.traced_forward
+        logits_BV = traced_forward.run(inputs, raises=is_captured)
         return self.decode(inputs) if logits_BV is None else logits_BV
 
     def decode(self, inputs: DecodeInputs) -> torch.Tensor:
@@ -605,11 +601,12 @@ class ModelRunner:
     def _replacing_linear(self) -> AbstractContextManager[Any]:
         # A backend rewrites the products of a trace. In a higher dtype the same parameters hold
         # other numbers for a moment.
-        if inductor.is_tracing() or self._higher_dtype is not None:
+        is_excluded = inductor.is_tracing() or self._higher_dtype is not None
+        if is_excluded or not self._replaces_linear:
             return nullcontext()
         if self._runs_named_adapters and self.adapters.replaces_weights:
             return nullcontext()
-        return self.packed_linear.replacing_linear(self.compute_dtype)
+        return replacing_linear(self.compute_dtype)
 
     def _run(
         self,

@@ -55,8 +55,6 @@ class TrainingModel:
             ConfigurationError: they differ by more than rounding.
         """
         check_trained_model(self._runner, self.module)
-        # Weights were packed while the adapters were moved.
-        self._runner.packed_linear.forget()
 
     def check_adapter(self, name: str) -> None:
         """Compare both forwards under one adapter, in the numerics of the runner; raise as `check`.

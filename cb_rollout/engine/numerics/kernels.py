@@ -7,8 +7,9 @@ B: rows or batches, M: rows of a matrix, K: inputs of a product, or heads of key
 query heads, Q: queries, S: keys, D: size of a key, E: size of a value.
 """
 
+import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from cb_rollout.engine.numerics.qualification.qualifier import (
     require_proved,
 )
 from cb_rollout.engine.numerics.qualification.verdicts import Verdict
-from cb_rollout.engine.numerics.signatures import ARGUMENTS
+from cb_rollout.engine.numerics.signatures import ARGUMENTS, Products
 
 # Dtypes of the ordered kernels, which compute in float32.
 DTYPES = (torch.float32, torch.bfloat16)
@@ -63,6 +64,48 @@ def multiply(
         N,
     )
     return outputs_BN
+
+
+def multiply_many(
+    rows_BK: torch.Tensor,
+    weights_NK: Sequence[torch.Tensor],
+    biases_N: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """Compute linear layers of the same rows, the faster per row the more rows there are.
+
+    Args:
+        rows_BK: on a CPU, in one of `TYPES`.
+        weights_NK: contiguous; all in the dtype of the rows, or all in float32, and then rounded to
+            it.
+        biases_N: one for each weight, in the dtype of the rows, or none.
+
+    Returns:
+        The outputs of all layers, one after the other: `[B, sum of N]`.
+    """
+    dtype = rows_BK.dtype
+    rows_BK = rows_BK.contiguous()
+    biases_N = [bias_N.contiguous() for bias_N in biases_N]
+    sizes = [weight_NK.shape[0] for weight_NK in weights_NK]
+    B, K = rows_BK.shape
+    outputs_BN = rows_BK.new_empty(B, sum(sizes))
+    run = kernel("multiply_many", dtype, **rounding_of(dtype, weights_NK[0].dtype))
+    products = Products(
+        rows=rows_BK.data_ptr(),
+        outputs=outputs_BN.data_ptr(),
+        weights=_addresses(weights_NK),
+        biases=_addresses(biases_N) if biases_N else None,
+        sizes=(ctypes.c_int64 * len(sizes))(*sizes),
+        num_weights=len(sizes),
+        num_rows=B,
+        num_inputs=K,
+    )
+    run(ctypes.byref(products))
+    return outputs_BN
+
+
+def rounding_of(dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int]:
+    """Return the constants of the `multiply_many` that rounds weights to `dtype`, if it must."""
+    return {} if weight_dtype == dtype else {"ROUNDS_WEIGHTS": 1}
 
 
 def multiply_batch(left_BMK: torch.Tensor, right_BKN: torch.Tensor) -> torch.Tensor:
@@ -171,6 +214,12 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return tensor.data_ptr()
 
 
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return the addresses of the tensors' first numbers."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
 def _strided(states: torch.Tensor) -> tuple[int, ...]:
     """Return the arguments for states of four dimensions, whose last stride is 1; see `STRIDED`."""
     return (states.data_ptr(), *states.stride()[:3])
@@ -209,7 +258,7 @@ def kernel(name: str, dtype: torch.dtype, **sizes: int) -> Callable[..., Any]:
 def source_of(name: str, dtype: torch.dtype, sizes: Mapping[str, int]) -> str:
     """Return the C++ source of a kernel; the arguments are those of `kernel`."""
     file_name = "ordered"
-    if name in ("multiply", "attend"):
+    if name in ("multiply", "multiply_many", "attend"):
         file_name = name
     parts = [f"#define STORED {TYPES[dtype]}"]
     for constant, value in sizes.items():
@@ -263,7 +312,7 @@ def _subject(name: str, dtype: torch.dtype, sizes: Mapping[str, int], path: Path
             "sizes": dict(sizes),
         },
         key={"kernel": description, "library": library, "machine": inductor.machine_hash()},
-        otherwise="PyTorch computes in its place",
+        otherwise="another kernel or PyTorch computes in its place",
         limit_seconds=SECONDS_OF_A_TRIAL,
         # Several threads on every machine; they do not spin while they wait.
         environment={"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},

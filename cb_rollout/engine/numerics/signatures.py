@@ -23,6 +23,8 @@ STRIDED = [TENSOR, COUNT, COUNT, COUNT]
 ARGUMENTS: dict[str, list[Any]] = {
     # Rows, weight, bias and outputs; then their sizes.
     "multiply": [TENSOR, TENSOR, TENSOR, TENSOR] + [COUNT] * 3,
+    # A struct of arguments.
+    "multiply_many": [TENSOR],
     # The left matrices, the right ones with two strides, outputs; then their sizes.
     "multiply_batch": STRIDED + [TENSOR, COUNT, COUNT] + [TENSOR] + [COUNT] * 4,
     # Queries, keys, values; outputs; the mask, its form and strides; sizes; scale, softcap,
@@ -36,6 +38,25 @@ ARGUMENTS: dict[str, list[Any]] = {
     "attend_paged": [TENSOR],
     "attend": [TENSOR],
 }
+
+
+class Products(ctypes.Structure):
+    """`Arguments` of multiply_many.cpp: products of the same rows with several weights.
+
+    `weights` and `biases` are arrays of addresses; `biases` may be null. `sizes` are the outputs of
+    each weight.
+    """
+
+    _fields_: ClassVar = [
+        ("rows", TENSOR),
+        ("outputs", TENSOR),
+        ("weights", ctypes.POINTER(TENSOR)),
+        ("biases", ctypes.POINTER(TENSOR)),
+        ("sizes", ctypes.POINTER(COUNT)),
+        ("num_weights", COUNT),
+        ("num_rows", COUNT),
+        ("num_inputs", COUNT),
+    ]
 
 
 class States(ctypes.Structure):

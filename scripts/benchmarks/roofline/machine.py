@@ -17,10 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from benchmarks.sizes import Setup
-from cb_rollout.engine.attention.cpu import packed_linear
 from cb_rollout.engine.attention.cpu.backend import CpuBackend
-from cb_rollout.engine.attention.cpu.packed_linear import PackedLinear
 from cb_rollout.engine.attention.selector import select_backend
+from cb_rollout.engine.numerics.kernels import multiply, multiply_many
 from cb_rollout.tools.bench import Workload, create_model, timed
 
 # Numbers of rows at which products are timed; times between two of them are interpolated.
@@ -162,8 +161,13 @@ def _seconds_by_kernel(
     device = layers[0].weight.device
     kernels: dict[str, Callable[..., torch.Tensor]] = {"torch": functional.linear}
     if select_backend(device).backend is CpuBackend:
-        weights = PackedLinear(torch.nn.ModuleList(layers), is_enabled=True)
-        kernels |= {"kernel": packed_linear.multiply, "packed": partial(_packed, weights)}
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        packed = {id(x.weight): reorder(x.weight, num_rows) for x in layers}
+        kernels |= {
+            "few": multiply,
+            "many": lambda rows_BK, weight_NK: multiply_many(rows_BK, [weight_NK]),
+            "packed": partial(_packed, packed),
+        }
     pairs = [(x.weight.new_ones(num_rows, x.weight.shape[1]), x.weight) for x in layers]
     return {
         name: best_seconds(lambda linear=linear: [linear(*pair) for pair in pairs], num_calls)
@@ -171,9 +175,12 @@ def _seconds_by_kernel(
     }
 
 
-def _packed(weights: PackedLinear, rows_BK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    with weights.active():
-        return packed_linear.linear(rows_BK, [weight_NK])
+def _packed(
+    packed: dict[int, torch.Tensor], rows_BK: torch.Tensor, weight_NK: torch.Tensor
+) -> torch.Tensor:
+    """Compute a layer by oneDNN from a weight in its own order, as vLLM does."""
+    product = torch.ops.mkldnn._linear_pointwise
+    return product(rows_BK, packed[id(weight_NK)], None, "none", [], "")
 
 
 def _interpolated(points: list[int], values: list[float], point: int) -> float:

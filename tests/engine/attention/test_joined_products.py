@@ -8,7 +8,7 @@ from tiny import tiny_model
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention.cpu import packed_linear
+from cb_rollout.engine.attention.cpu import linear
 from cb_rollout.engine.attention.cpu.backend import simplify
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.joined_products import linear_nodes, replace_by_columns
@@ -103,7 +103,7 @@ PRECISIONS = {
 @pytest.fixture
 def own_products(monkeypatch):
     """Have torch multiply bfloat16, as on a GPU."""
-    monkeypatch.setattr(packed_linear, "multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
 
 
 @pytest.mark.fast_cases("True-autocast")

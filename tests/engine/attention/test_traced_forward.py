@@ -11,7 +11,7 @@ from torch import fx
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
 from cb_rollout.engine.attention.cpu.backend import TRACING, replace_linear_layers
-from cb_rollout.engine.attention.cpu.packed_linear import linear
+from cb_rollout.engine.attention.cpu.linear import linear
 from cb_rollout.engine.attention.traced_forward import (
     Trace,
     Traceable,
@@ -143,7 +143,6 @@ def test_a_trace_sees_weights_that_change_in_place_or_by_their_data():
                 parameter.mul_(1.1)
             else:
                 parameter.data = parameter.data * 0.9
-    runner.packed_linear.forget()
     own, after = both(runner, traced, 4)
     torch.testing.assert_close(own, after, atol=2e-5, rtol=1e-5)
     assert not torch.allclose(before, after, atol=1e-3)

@@ -58,7 +58,6 @@ def settings_of(draw):
         "history_factor": draw(st.integers(1, 3)),
         "max_sequence_tokens": draw(st.none() | st.integers(0, 20)),
         "graph_bytes": draw(st.integers(0, 100)),
-        "packed_weight_bytes": draw(st.integers(0, 100)),
         "bytes_per_token": draw(size),
         "bytes_per_sequence": draw(size | st.just(0)),
         "max_requests": draw(st.integers(1, 50)),
@@ -93,7 +92,7 @@ def test_the_parts_never_exceed_the_whole(settings):
 @given(settings=settings_of())
 def test_the_share_is_respected_to_one_block(settings):
     plan = plan_of(**settings)
-    rest = max(0, plan.free_bytes - plan.training.reserve - plan.packed_weight_bytes)
+    rest = max(0, plan.free_bytes - plan.training.reserve)
     assert plan.budget_bytes == int(plan.max_memory_percent * rest)
     assert plan.kv_bytes + plan.state_bytes <= plan.budget_bytes
     if not plan.bytes_per_block:
@@ -181,12 +180,6 @@ def test_memory_of_graphs_is_a_part_of_what_is_used():
     assert (plan.num_blocks, plan.left_bytes) == (plan_of().num_blocks, plan_of().left_bytes)
 
 
-def test_packed_weights_are_kept_out_of_the_budget():
-    plan = plan_of(packed_weight_bytes=200)
-    assert plan.budget_bytes == (800 - 200) // 2
-    assert next(p for p in plan.parts if p.name == "packed weights").num_bytes == 200
-
-
 def test_a_model_without_keys_is_limited_by_its_states():
     assert plan_of(bytes_per_token=0).num_blocks > 0
     plan = plan_of(bytes_per_token=0, bytes_per_sequence=150)
@@ -238,16 +231,15 @@ def test_the_plan_prints_as_a_table_of_gib():
         "activations peak",
         "forward workspace",
         "CUDA graphs",
-        "packed weights",
         "recurrent states",
         "KV cache",
         "free",
     ]
     sizes = [float(line[18:].split()[0]) for line in lines]
-    assert sizes == [12, 2.5, 1, 1, 1, 0, 0.25, 0, 0, 0.25, 3, 3]
+    assert sizes == [12, 2.5, 1, 1, 1, 0, 0.25, 0, 0.25, 3, 3]
     assert lines[3].endswith("GiB  0.500 of it to come")
     assert lines[5].endswith("not measured yet")
-    assert lines[10].endswith("6 blocks at most, 50% of what training leaves")
+    assert lines[9].endswith("6 blocks at most, 50% of what training leaves")
 
 
 def test_a_set_reserve_is_a_row_of_its_own():

@@ -1,7 +1,7 @@
 """Run decode steps of one model on a CPU, by a C++ kernel that reads the pages directly.
 
 The kernel is compiled once for each shape of a layer's states. The graph of a traced forward is
-rewritten to cheap calls and products of packed weights. Called by the thread that runs a step.
+rewritten to cheap calls and products by C++ kernels. Called by the thread that runs a step.
 
 B: rows, H: query heads, K: key heads, D: size of a key, E: size of a value, P: slots of the pages.
 """
@@ -17,7 +17,12 @@ from torch.nn import functional
 
 from cb_rollout.compat import inductor
 from cb_rollout.engine.attention.backend import AttentionBackend
-from cb_rollout.engine.attention.cpu import packed_linear
+from cb_rollout.engine.attention.cpu.linear import (
+    FEW_ROWS,
+    MOST_ROWS,
+    compile_kernels,
+    linear,
+)
 from cb_rollout.engine.attention.cpu.regions import compile_regions
 from cb_rollout.engine.attention.decode_cache import (
     AttentionSpec,
@@ -71,7 +76,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.unsqueeze.default: torch.unsqueeze,
     torch.ops.cb_rollout.attend.default: call_attention,
     torch.ops.cb_rollout.grouped_product.default: inductor.grouped_product,
-    _LINEAR: packed_linear.linear,
+    _LINEAR: linear,
 }
 
 METHODS: dict[Any, str] = {
@@ -84,7 +89,7 @@ METHODS: dict[Any, str] = {
 
 
 def replace_linear_layers(graph: fx.Graph, weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Compute the linear layers of a traced graph by `packed_linear`, in place.
+    """Compute the linear layers of a traced graph by `linear`, in place.
 
     Layers with the same rows, such as query, key and value, are one product.
     """
@@ -124,7 +129,7 @@ def _join_as_linear(graph: fx.Graph, layers: list[LinearNode]) -> None:
 
 
 def _before_autocast(layer: LinearNode) -> list[fx.Node]:
-    """Return a layer's weight and bias before autocast casts them: packing rounds the weights."""
+    """Return a layer's weight and bias before autocast casts them: `linear` rounds the weights."""
     nodes: list[fx.Node] = []
     for node in layer.weights:
         if node.target is aten._to_copy.default:
@@ -182,8 +187,8 @@ def _narrow(node: fx.Node) -> None:
 
 TRACING = Tracing(
     num_rows=3,
-    # By the kernel for few rows, and by oneDNN.
-    tried_rows=(1, packed_linear.FEW_ROWS, packed_linear.FEW_ROWS + 1, 33),
+    # By the kernel for few rows, by the one for many, and by torch.
+    tried_rows=(1, FEW_ROWS, FEW_ROWS + 1, 33, MOST_ROWS + 1),
     rewrite=replace_linear_layers,
     simplify=simplify,
 )
@@ -206,8 +211,7 @@ class CpuBackend(AttentionBackend):
     def __init__(self, layout: CacheLayout, device: torch.device = CPU) -> None:
         super().__init__(layout, device)
         if self.traced_forward.can_be_traced:
-            # Compile it now, not during a rollout.
-            packed_linear.has_kernel(self.cache.paged[0].key_dtype)
+            compile_kernels(self.cache.paged[0].key_dtype)
 
     @property
     def proof(self) -> str:

@@ -52,7 +52,7 @@ LEAST_ARITHMETIC = 2
 def compile_regions(graph: fx.Graph) -> None:
     """Replace each region of a traced graph by a call of its compiled form, in place.
 
-    `packed_linear` computes the graph's linear layers. Passes on inductor's exceptions.
+    `linear` computes the graph's linear layers. Passes on inductor's exceptions.
     """
     _infer_numbers_of_rows(graph)
     inductor.propagate_fake_tensors(graph)

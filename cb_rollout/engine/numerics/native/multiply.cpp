@@ -1,4 +1,6 @@
-// Products of rows with a linear layer's weight; of few rows each weight is read from memory once.
+// Products of few rows with a linear layer's weight, which is read from memory once. For many rows,
+// multiply_many.cpp is faster; this kernel takes any number of them where their bits must not depend
+// on it.
 //
 // Each output is one sum in one order, whatever the number of rows.
 //

@@ -49,7 +49,7 @@ inline void for_each(int64_t count, bool is_much, const Work& work) {
         for (int64_t item = 0; item < count; item++) work(item);
         return;
     }
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(guided)
     for (int64_t item = 0; item < count; item++) work(item);
 }
 
@@ -78,6 +78,16 @@ inline INLINED void unrolled(const Work& work) {
     [&]<int64_t... INDEX>(std::integer_sequence<int64_t, INDEX...>) INLINED {
         (work(std::integral_constant<int64_t, INDEX>{}), ...);
     }(std::make_integer_sequence<int64_t, COUNT>{});
+}
+
+template <int64_t... LANE>
+inline INLINED Vector filled(REAL number, std::integer_sequence<int64_t, LANE...>) {
+    return Vector{(void(LANE), number)...};
+}
+
+// Return a number in every lane. Adding it to zeros would take a slot of the multiplications.
+inline INLINED Vector filled(REAL number) {
+    return filled(number, std::make_integer_sequence<int64_t, LANES>{});
 }
 
 inline Vector lanes_at(const REAL* from) { return *reinterpret_cast<const Loose*>(from); }
@@ -193,6 +203,54 @@ inline INLINED Vector halves_of(Vector a, Vector b, std::integer_sequence<int64_
     typedef Integer Integers __attribute__((vector_size(VECTOR_BYTES)));
     return __builtin_shuffle(a, b, Integers{Integer(index(LANE))...});
 #endif
+}
+
+// Exchange the lanes of LANES vectors with their numbers: lane j of vector i is lane i of vector j.
+template <int64_t STEP = 1>
+inline INLINED void transpose(Vector (&vectors)[LANES]) {
+    constexpr std::make_integer_sequence<int64_t, LANES> lanes;
+    unrolled<LANES>([&](auto i) INLINED {
+        if constexpr ((i & STEP) == 0) {
+            const Vector a = vectors[i], b = vectors[i + STEP];
+            vectors[i] = halves_of<STEP, false>(a, b, lanes);
+            vectors[i + STEP] = halves_of<STEP, true>(a, b, lanes);
+        }
+    });
+    if constexpr (2 * STEP < LANES) transpose<2 * STEP>(vectors);
+}
+
+// As Vector where REAL is float.
+typedef float Floats __attribute__((vector_size(VECTOR_BYTES), may_alias));
+typedef uint16_t HalfWords __attribute__((vector_size(VECTOR_BYTES / 2), may_alias));
+
+// Return the numbers of Bfloat16 that are nearest, ties to even; NaN stays NaN.
+inline INLINED HalfWords rounded(const Floats& numbers) {
+    const Words& bits = reinterpret_cast<const Words&>(numbers);
+    const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words found = numbers == numbers ? nearest : Words{} + 0x7fc0;
+    return __builtin_convertvector(found, HalfWords);
+}
+
+// Return the numbers at an address, in order.
+inline INLINED Vector numbers_at(const REAL* from) { return lanes_at(from); }
+
+inline INLINED Vector numbers_at(const Bfloat16* from) {
+    HalfWords halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    const Words words = __builtin_convertvector(halves, Words) << 16;
+    return reinterpret_cast<const Vector&>(words);
+}
+
+// Write the first `count` lanes.
+inline INLINED void store_lanes(const Vector& numbers, int64_t count, REAL* to) {
+    if (count >= LANES) std::memcpy(to, &numbers, sizeof(numbers));
+    else std::memcpy(to, &numbers, count * sizeof(REAL));
+}
+
+inline INLINED void store_lanes(const Vector& numbers, int64_t count, Bfloat16* to) {
+    const HalfWords halves = rounded(reinterpret_cast<const Floats&>(numbers));
+    if (count >= LANES) std::memcpy(to, &halves, sizeof(halves));
+    else std::memcpy(to, &halves, count * sizeof(Bfloat16));
 }
 
 // Add neighbouring STEPs of lanes of each of two vectors.

@@ -11,12 +11,12 @@ D: size of a key, E: size of a value.
 import ctypes
 import mmap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from cb_rollout.engine.numerics.signatures import ARGUMENTS, States, Step
+from cb_rollout.engine.numerics.signatures import ARGUMENTS, Products, States, Step
 
 PAGE = mmap.PAGESIZE
 
@@ -170,6 +170,56 @@ def _try_multiply(trial: KernelTrial) -> None:
                 expected = expected + given.values
                 size = size + np.abs(given.values)
             trial.compare(outputs.values, expected, size)
+
+
+def _try_multiply_many(trial: KernelTrial) -> None:
+    weight_dtype = "float32" if "ROUNDS_WEIGHTS" in trial.sizes else trial.dtype
+    # Whole blocks and parts of one; one, two and three vectors of rows, and several groups.
+    for B, K, sizes in [
+        (1, 64, [48]),
+        (17, 67, [37, 5]),
+        (40, 300, [70, 96, 1]),
+        (75, 1, [1]),
+        (100, 64, [96]),
+    ]:
+        rows = trial.draw(B, K)
+        weights = [trial.keep(trial.random.standard_normal((N, K)), weight_dtype) for N in sizes]
+        biases = [trial.draw(N) for N in sizes]
+        multiplied = np.concatenate([_rounded(weight, trial.dtype) for weight in weights])
+        for given in (None, biases):
+            outputs = trial.keep(np.full((B, sum(sizes)), np.nan), trial.dtype)
+            products = Products(
+                rows=rows.address,
+                outputs=outputs.address,
+                weights=_addresses(weights),
+                biases=None if given is None else _addresses(given),
+                sizes=(ctypes.c_int64 * len(sizes))(*sizes),
+                num_weights=len(sizes),
+                num_rows=B,
+                num_inputs=K,
+            )
+            trial.run(ctypes.addressof(products))
+            expected = rows.values @ multiplied.T
+            size = np.abs(rows.values) @ np.abs(multiplied).T
+            if given is not None:
+                bias = np.concatenate([bias.values for bias in given])
+                expected = expected + bias
+                size = size + np.abs(bias)
+            trial.compare(outputs.values, expected, size)
+
+
+def _rounded(weight: Numbers, dtype: str) -> np.ndarray:
+    """Return a weight's numbers as products of `dtype` take them, in float64."""
+    if dtype != "bfloat16" or weight.dtype == dtype:
+        return weight.values
+    bits = weight.array.view(np.uint32)
+    # To the nearest, ties to even.
+    bits = bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000
+    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def _addresses(arrays: Sequence[Numbers]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(arrays))(*[numbers.address for numbers in arrays])
 
 
 def _try_multiply_batch(trial: KernelTrial) -> None:
@@ -363,6 +413,7 @@ def _states(numbers: Numbers) -> States:
 
 TRIALS: dict[str, Callable[[KernelTrial], None]] = {
     "multiply": _try_multiply,
+    "multiply_many": _try_multiply_many,
     "multiply_batch": _try_multiply_batch,
     "attend_masked": _try_attend_masked,
     "attend_paged": _try_paged,
