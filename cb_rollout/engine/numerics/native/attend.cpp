@@ -137,7 +137,7 @@ void attend_tile(
                 unrolled<num_vectors>([&](auto i) INLINED {
                     const Vector part = vector_of(value, start + i);
                     unrolled<num_heads()>([&](auto g) INLINED {
-                        sums[g][i] = fused(Vector{} + weights[first + g][t], part, sums[g][i]);
+                        sums[g][i] = fused(filled(weights[first + g][t]), part, sums[g][i]);
                     });
                 });
             }

@@ -77,7 +77,7 @@ inline void add_values(
             const int64_t number = block + i, start = number / PARTS * BLOCK;
             const Vector numbers = part_at(value + start, number % PARTS, value_size - start);
             unrolled<COUNT>([&](auto q) INLINED {
-                const Vector weight = Vector{} + weights[q * padded + t - first];
+                const Vector weight = filled(weights[q * padded + t - first]);
                 own[q][i] = fused(weight, numbers, own[q][i]);
             });
         });
@@ -277,7 +277,7 @@ extern "C" void multiply_batch(
                     unrolled<ROWS>([&](auto r) INLINED {
                         // Rows past the last are computed as the last one, and not stored.
                         const int64_t own = r < count ? r : count - 1;
-                        const Vector number = Vector{} + real(rows[own * left_row + k * left_number]);
+                        const Vector number = filled(real(rows[own * left_row + k * left_number]));
                         sums[r][part] = fused(number, numbers, sums[r][part]);
                     });
                 });
