@@ -33,7 +33,7 @@ def compile_module(
 
     Args:
         module: the traced graph.
-        fullgraph: raise an error where dynamo would leave a part to Python.
+        fullgraph: raise an error at a graph break.
         dynamic: compile for any size; None: for any size from the second size on.
         backend: the name of a backend of `torch.compile`, or a function.
         mode: a name that stands for several options of `torch.compile`; None: no such options.

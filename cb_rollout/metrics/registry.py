@@ -53,7 +53,7 @@ class EngineCounters:
         return self.prefill_forwards + self.decode_forwards
 
     def plus(self, other: "EngineCounters") -> "EngineCounters":
-        """Return the totals of two engines; peaks at different moments are added too."""
+        """Return the sum of two engines; peaks are summed too, though reached at other times."""
         total = EngineCounters()
         for counter in fields(self):
             value = getattr(self, counter.name) + getattr(other, counter.name)

@@ -32,8 +32,6 @@ class _Place(NamedTuple):
 class MergedAdapters:
     """The adapters of a training model whose copy generates: an `AdapterSource`."""
 
-    replaces_weights = True
-
     def __init__(self, weights: "CopiedWeights") -> None:
         """Hold no adapter yet.
 

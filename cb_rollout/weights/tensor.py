@@ -68,7 +68,7 @@ def weights_of(
 
     Args:
         model: the training module, wrapped or not.
-        stored: maps a tensor that a module shows to the trained one.
+        stored: returns the trained tensor behind a module's tensor.
         held_dtype: maps a plain module and the dtype of its parameter to the dtype in which the
             parameter will be held.
         merges_adapters: False: list adapters as plain modules, with the names that they have

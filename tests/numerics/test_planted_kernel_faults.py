@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13], [20] * 17, list(range(3, 60))]
 
 # The first statement of each kernel.
 MULTIPLY = "const std::vector<Operand> given = operands_of(rows, num_rows, num_inputs);"
-MULTIPLY_MANY = "const Arguments& given = *arguments;"
+MULTIPLY_MANY = "const Products& products = *given;"
 ATTEND = "if (step.num_rows == 0) return;"
 OF_OUTPUT = "const int64_t num_parts = wanted < NUM_KEY_HEADS ? wanted : NUM_KEY_HEADS;"
 
@@ -75,8 +75,8 @@ FAULTS = {
         "computes numbers that are off by",
     ),
     ("multiply_many", "wrong in the second group of rows"): (
-        "return numbers.data() + group.first * num_steps * LANES;",
-        "return numbers.data();",
+        "return reinterpret_cast<const Numbers*>(vectors.data() + group.first * num_steps);",
+        "return reinterpret_cast<const Numbers*>(vectors.data());",
         "computes numbers that are off by",
     ),
     ("multiply_many", "wrong in the second weight"): (

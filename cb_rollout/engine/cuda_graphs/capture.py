@@ -42,7 +42,7 @@ class CudaCapture:
         self.start_over()
 
     def start_over(self) -> None:
-        """Capture into another pool from now on: the last one is freed with its last graph."""
+        """Capture into a new memory pool; the previous one is freed with its last graph."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, step: Replay) -> Replay:

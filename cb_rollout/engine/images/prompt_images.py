@@ -75,7 +75,7 @@ class PromptImages:
         return hashlib.blake2b(joined, digest_size=DIGEST_BYTES).digest()
 
     def num_resumable(self, num_tokens: int) -> int:
-        """Return the longest prefix, up to `num_tokens` tokens, that ends outside of an image."""
+        """Return the length of the longest prefix up to `num_tokens` that ends outside an image."""
         if num_tokens >= self.num_tokens:
             return num_tokens
         if not self.may_be_cut or not self.is_divided:

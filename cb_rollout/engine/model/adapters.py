@@ -24,9 +24,6 @@ from cb_rollout.errors import ConfigurationError
 class AdapterSource(Protocol):
     """The adapters that sequences may name."""
 
-    replaces_weights: bool
-    """True: a named adapter replaces the model's own parameters."""
-
     def names(self) -> Sequence[str]:
         """Return the names of the adapters; any thread may call."""
         ...
@@ -63,8 +60,6 @@ class AdapterSource(Protocol):
 
 class LayerAdapters:
     """The unmerged adapters of the PEFT layers inside the generating model."""
-
-    replaces_weights = False
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Read nothing yet.

@@ -96,7 +96,7 @@ class ModelRunner:
         self._higher_dtype: torch.dtype | None = None
         self.facts = ModelFacts.of(model)
         self.image_inputs = ImageInputs(model)
-        self._replaces_linear = self.device.type == "cpu" and not is_bitwise
+        self._has_linear_kernels = self.device.type == "cpu" and not is_bitwise
         self.compiled_prefill: CompiledPrefill | None = None
         """Runs packed prompts compiled; None: nothing asks for it."""
         self.recorder: RouteRecorder | None = None
@@ -599,12 +599,11 @@ class ModelRunner:
         return logits_NV.index_select(0, last_B) if is_all else logits_NV
 
     def _replacing_linear(self) -> AbstractContextManager[Any]:
-        # A backend rewrites the products of a trace. In a higher dtype the same parameters hold
-        # other numbers for a moment.
-        is_excluded = inductor.is_tracing() or self._higher_dtype is not None
-        if is_excluded or not self._replaces_linear:
+        if not self._has_linear_kernels:
             return nullcontext()
-        if self._runs_named_adapters and self.adapters.replaces_weights:
+        # A backend rewrites the products of a trace. In a higher dtype the forward is a reference,
+        # which torch computes.
+        if inductor.is_tracing() or self._higher_dtype is not None:
             return nullcontext()
         return replacing_linear(self.compute_dtype)
 

@@ -71,13 +71,13 @@ def multiply_many(
     weights_NK: Sequence[torch.Tensor],
     biases_N: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Compute linear layers of the same rows, the faster per row the more rows there are.
+    """Compute linear layers of the same rows; made for 9 to 128 rows, correct for any number.
 
     Args:
-        rows_BK: on a CPU, in one of `TYPES`.
-        weights_NK: contiguous; all in the dtype of the rows, or all in float32, and then rounded to
-            it.
-        biases_N: one for each weight, in the dtype of the rows, or none.
+        rows_BK: `[B, K]`, on a CPU, in one of `TYPES`.
+        weights_NK: `[N, K]` each, contiguous; in the dtype of the rows, or all in float32 for rows
+            in bfloat16, to which they are rounded.
+        biases_N: `[N]`, one per weight, in the dtype of the rows, or none.
 
     Returns:
         The outputs of all layers, one after the other: `[B, sum of N]`.
@@ -87,6 +87,8 @@ def multiply_many(
     biases_N = [bias_N.contiguous() for bias_N in biases_N]
     sizes = [weight_NK.shape[0] for weight_NK in weights_NK]
     B, K = rows_BK.shape
+    assert all(weight_NK.shape[1:] == (K,) for weight_NK in weights_NK)
+    assert not biases_N or [bias_N.shape[0] for bias_N in biases_N] == sizes
     outputs_BN = rows_BK.new_empty(B, sum(sizes))
     run = kernel("multiply_many", dtype, **rounding_of(dtype, weights_NK[0].dtype))
     products = Products(
@@ -98,13 +100,14 @@ def multiply_many(
         num_weights=len(sizes),
         num_rows=B,
         num_inputs=K,
+        allows_tiles=1,
     )
     run(ctypes.byref(products))
     return outputs_BN
 
 
 def rounding_of(dtype: torch.dtype, weight_dtype: torch.dtype) -> dict[str, int]:
-    """Return the constants of the `multiply_many` that rounds weights to `dtype`, if it must."""
+    """Return the constants that `multiply_many` is compiled with for weights of another dtype."""
     return {} if weight_dtype == dtype else {"ROUNDS_WEIGHTS": 1}
 
 
@@ -234,9 +237,9 @@ def with_unit_stride(states: torch.Tensor) -> torch.Tensor:
 
 @cache
 def kernel(name: str, dtype: torch.dtype, **sizes: int) -> Callable[..., Any]:
-    """Compile a kernel of `native/`, once per machine, and load it after it passed its trial.
+    """Compile a kernel of `native/`, once per machine, and load it once it has passed its trial.
 
-    `sizes`: constants of the source, with which the compiler unrolls loops.
+    `sizes`: constants of the source, with which the compiler unrolls loops or chooses a type.
 
     Raises:
         UnprovedError: it failed its trial in a child process, or the trial could not run.

@@ -41,10 +41,12 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 
 class Products(ctypes.Structure):
-    """`Arguments` of multiply_many.cpp: products of the same rows with several weights.
+    """`Products` of multiply_many.cpp: products of the same rows with several weights.
 
-    `weights` and `biases` are arrays of addresses; `biases` may be null. `sizes` are the outputs of
-    each weight.
+    Rows, `[B, K]`, biases and outputs, `[B, sum of N]`, are in the kernel's dtype; the weights,
+    `[N, K]`, too, or in float32 if it rounds them. `weights` and `biases` are arrays of addresses;
+    `biases` may be null. `sizes` has the N of each weight. `allows_tiles` is 1, or 0 to multiply
+    without AMX.
     """
 
     _fields_: ClassVar = [
@@ -56,6 +58,7 @@ class Products(ctypes.Structure):
         ("num_weights", COUNT),
         ("num_rows", COUNT),
         ("num_inputs", COUNT),
+        ("allows_tiles", COUNT),
     ]
 
 

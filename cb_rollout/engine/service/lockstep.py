@@ -93,7 +93,7 @@ class EngineGroup:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Return the number of this group among the groups of its size."""
+        """Return this group's index among the groups of the same size."""
         return self.ranks[0] // len(self.ranks)
 
     def all_reduce_min(self, value: int) -> int:

@@ -50,7 +50,7 @@ class PooledSequence:
         )
 
     def output(self, error: str | None) -> GenerationOutput:
-        """Return an output without tokens, failed with an error; None: cancelled."""
+        """Return an output without tokens: failed with `error`, or cancelled if it is None."""
         if error is None:
             self.request.end(RequestStatus.CANCELLED, FinishReason.CANCELLED)
         else:

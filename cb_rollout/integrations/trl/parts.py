@@ -110,7 +110,7 @@ class TrainerPart:
         """
 
     def begin_step(self, step: int) -> None:
-        """Begin the optimizer step of this number, from 1."""
+        """Begin optimizer step `step`, counted from 1."""
 
     def begin_rollout(self, context: RolloutContext) -> None:
         """Begin a rollout, before it samples. `context` is filled as it goes on."""

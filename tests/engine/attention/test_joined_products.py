@@ -8,7 +8,6 @@ from tiny import tiny_model
 
 from cb_rollout.compat import inductor
 from cb_rollout.compat.transformers import text_token_ids
-from cb_rollout.engine.attention.cpu import linear
 from cb_rollout.engine.attention.cpu.backend import simplify
 from cb_rollout.engine.attention.decode_cache import DecodeCache
 from cb_rollout.engine.attention.joined_products import linear_nodes, replace_by_columns
@@ -28,10 +27,6 @@ from cb_rollout.weights.copied import CopiedWeights
 
 aten = torch.ops.aten
 COUNTED, CAST = [], []
-
-packs_bfloat16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU packs no bfloat16"
-)
 
 
 def join(graph, weights):
@@ -100,16 +95,10 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture
-def own_products(monkeypatch):
-    """Have torch multiply bfloat16, as on a GPU."""
-    monkeypatch.setattr(linear, "multiplies_bfloat16", lambda: True)
-
-
 @pytest.mark.fast_cases("True-autocast")
 @pytest.mark.parametrize("precision", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_products_are_joined_and_no_weight_is_cast_in_any_precision(precision, tied, own_products):
+def test_products_are_joined_and_no_weight_is_cast_in_any_precision(precision, tied):
     trained = tiny_model("qwen3", tie_word_embeddings=tied)
     copied = CopiedWeights(trained, precision, None)
     assert joined(copied.module, precision.autocast_dtype) == (9, 4)
@@ -151,9 +140,8 @@ def test_a_join_with_a_fault_is_refused(fault, monkeypatch):
         joined(model)
 
 
-@packs_bfloat16
 @pytest.mark.slow
-def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
+def test_equal_casts_are_made_once_and_change_no_bit(monkeypatch):
     cast = []
 
     def count(graph, weights):
@@ -179,8 +167,7 @@ def test_equal_casts_are_made_once_and_change_no_bit(own_products, monkeypatch):
     assert casts() - num_casts == 2 * (2 + 1)
 
 
-@packs_bfloat16
-def test_a_merge_of_unequal_casts_is_refused(own_products, monkeypatch):
+def test_a_merge_of_unequal_casts_is_refused(monkeypatch):
     def merged(graph):
         first = {}
         for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):

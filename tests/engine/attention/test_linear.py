@@ -15,7 +15,7 @@ from cb_rollout.engine.attention.cpu.linear import (
     linear,
     replacing_linear,
 )
-from cb_rollout.engine.numerics import kernels
+from cb_rollout.engine.numerics import kernels, operators
 from cb_rollout.engine.numerics.kernels import TYPES, multiply, multiply_many
 
 # Rounding of sums of a few hundred numbers of order one.
@@ -62,7 +62,7 @@ def test_a_product_is_a_linear_layer(dtype, num_rows, size, seed, is_strided):
 
 @dtypes
 @pytest.mark.parametrize("num_rows", [FEW_ROWS, FEW_ROWS + 1])
-def test_a_product_of_many_numbers_is_one_too(dtype, num_rows):
+def test_a_large_product_is_a_linear_layer(dtype, num_rows):
     rows, weight = numbers(num_rows, 300, dtype=dtype), numbers(401, 300, dtype=dtype)
     bias = numbers(1, dtype=dtype).expand(401)
     check(linear(rows, [weight], [bias]), rows, weight, bias)
@@ -86,13 +86,17 @@ def test_a_product_of_many_rows_is_each_of_its_layers(
     biases = [numbers(count, dtype=dtype, is_strided=is_strided) for count in sizes]
     for given_biases in ([], biases):
         outputs = multiply_many(rows, weights, given_biases).split(sizes, dim=1)
-        for got, weight, bias in zip(outputs, weights, given_biases or [None] * 3, strict=False):
+        passed = given_biases or [None] * len(sizes)
+        for got, weight, bias in zip(outputs, weights, passed, strict=True):
             check(got, rows, weight, bias)
 
 
 @dtypes
 def test_many_rows_are_summed_in_one_order(dtype):
     rows, weight = numbers(101, 75, dtype=dtype), numbers(61, 75, dtype=dtype)
+    # Sums that nearly cancel have bits that tell one order from another, also in bfloat16.
+    rows[:, 36:72] = rows[:, :36]
+    weight[:, 36:72] = -weight[:, :36]
     outputs = multiply_many(rows, [weight])
     for count in (1, 16, 17, 40, 64, 100):
         assert torch.equal(multiply_many(rows[:count], [weight]), outputs[:count])
@@ -115,7 +119,7 @@ def test_weights_are_rounded_as_torch_rounds_them(size):
 def test_each_number_of_rows_takes_its_kernel(dtype, has_bfloat16, monkeypatch):
     monkeypatch.setattr(linear_module, "multiplies_bfloat16", lambda: has_bfloat16)
     taken = []
-    for name in ("multiply", "multiply_many", "_linear"):
+    for name in ("multiply", "multiply_many", "_multiply_by_torch"):
         function = getattr(linear_module, name)
 
         def recorded(*given, name=name, function=function):
@@ -127,7 +131,7 @@ def test_each_number_of_rows_takes_its_kernel(dtype, has_bfloat16, monkeypatch):
     for num_rows in (FEW_ROWS, FEW_ROWS + 1, MOST_ROWS, MOST_ROWS + 1):
         rows = numbers(num_rows, 20, dtype=dtype)
         check(linear(rows, [weight]), rows, weight)
-    assert taken == ["multiply", "multiply_many", "multiply_many", "_linear"]
+    assert taken == ["multiply", "multiply_many", "multiply_many", "_multiply_by_torch"]
 
 
 def compute(layer, rows, dtype=None):
@@ -156,12 +160,17 @@ def test_weights_in_another_order_are_left_to_torch(num_rows, monkeypatch):
 
 
 @pytest.mark.parametrize("num_rows", [2, 9, 200])
-def test_layers_of_the_same_rows_are_one_product(num_rows):
+def test_layers_of_the_same_rows_are_one_product(num_rows, monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        linear_module, "multiply_many", lambda *a: calls.append(a) or multiply_many(*a)
+    )
     rows = torch.randn(num_rows, 20)
     layers = [torch.nn.Linear(20, size) for size in (7, 3, 12)]
     joined = linear(rows, [x.weight for x in layers], [x.bias for x in layers])
     for layer, got in zip(layers, joined.split((7, 3, 12), dim=1), strict=True):
         check(got, rows, layer.weight, layer.bias)
+    assert len(calls) == (num_rows == 9)
 
 
 @pytest.mark.parametrize("has_compiler", [True, False])
@@ -192,6 +201,38 @@ def test_layers_under_autocast_round_their_weights(num_rows, has_bfloat16, monke
     check(outputs, *(given.bfloat16() for given in (rows, layer.weight, layer.bias)))
 
 
+@pytest.mark.parametrize("num_rows", [2, 9, 200])
+@pytest.mark.parametrize("weight_shape", [(12, 24), (12, 15), (16,), (3, 12, 16)])
+def test_a_weight_that_does_not_fit_is_left_to_torch(num_rows, weight_shape):
+    rows, weight = torch.randn(num_rows, 16), torch.randn(weight_shape)
+
+    def answer():
+        try:
+            return functional.linear(rows, weight)
+        except RuntimeError as error:
+            return str(error)
+
+    expected = answer()
+    with replacing_linear(rows.dtype):
+        found = answer()
+    assert found == expected if isinstance(expected, str) else torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("case", ["rounded weights", "a strided bias"])
+def test_bitwise_products_do_not_depend_on_the_number_of_rows(case):
+    torch.manual_seed(0)
+    rows, weight = numbers(200, 600, dtype=torch.float32), numbers(100, 600, dtype=torch.float32)
+    biases = []
+    if case == "rounded weights":
+        rows = rows.bfloat16()
+    else:
+        biases = [numbers(100, dtype=torch.float32, is_strided=True)]
+    with operators.installed():
+        together = linear(rows, [weight], biases)
+        for count in (2, 9, 100):
+            assert torch.equal(linear(rows[:count], [weight], biases), together[:count])
+
+
 def test_a_call_with_another_bias_gets_that_one():
     layer, rows, bias = torch.nn.Linear(20, 3), torch.randn(9, 20), torch.randn(3)
     with replacing_linear(rows.dtype), torch.no_grad():
@@ -214,7 +255,8 @@ def test_nan_stays_nan(dtype):
 
 
 @dtypes
-def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
+@pytest.mark.parametrize("num_rows", [2, 9])
+def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, num_rows, monkeypatch):
     def fails(*_, **__):
         raise OSError("no room for a library")
 
@@ -222,6 +264,6 @@ def test_a_kernel_that_cannot_be_compiled_stops_no_engine(dtype, monkeypatch):
     kernels.kernel.cache_clear()
     has_kernel.cache_clear()
     assert not has_kernel(dtype)
-    rows, weight = numbers(2, 20, dtype=dtype), numbers(7, 20, dtype=dtype)
+    rows, weight = numbers(num_rows, 20, dtype=dtype), numbers(7, 20, dtype=dtype)
     check(linear(rows, [weight]), rows, weight)
     has_kernel.cache_clear()

@@ -1,18 +1,20 @@
 // Products of many rows with the weights of linear layers, which are read as they lie in memory.
 //
-// A vector holds one input of several rows, and is multiplied by one number of a weight. So a weight
-// need not be reordered, and its next rows are fetched from memory while these are multiplied. The
-// rows are transposed first. With AMX, a tile of 16 outputs and 16 rows takes a vector's place.
+// A vector holds the same input of several rows, and is multiplied by one number of a weight. So
+// weights are read in their own order, and the next block's are prefetched meanwhile. The rows are
+// transposed first, and the sums at the end. In bfloat16 with AMX, tiles take the place of vectors.
 //
 // Each output is one sum over the inputs, in one order for any number of rows.
 //
 // Follows vectors.h. With ROUNDS_WEIGHTS, weights are float, and rounded to STORED when read.
 
+#include <omp.h>
+
 #include <algorithm>
 #include <optional>
 #include <vector>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,13 +28,13 @@ typedef float WEIGHT;
 typedef STORED WEIGHT;
 #endif
 
-// A number as it is multiplied. With AVX512_BF16, numbers are multiplied in pairs.
+// A number as it is multiplied, and the numbers of one step: with AVX512_BF16 two, else one.
 typedef std::conditional_t<MULTIPLIES_STORED, STORED, REAL> Number;
 typedef std::conditional_t<MULTIPLIES_STORED, uint32_t, REAL> Numbers;
 constexpr int64_t PAIRED = sizeof(Numbers) / sizeof(Number);
 
-// The vectors of sums that fill most registers: AVX-512 has 32, AVX2 16. So many outputs are
-// computed at a time: all of them for one vector of rows, a half for two, a third for three.
+// Vectors of sums that fill most registers (AVX-512 has 32, AVX2 16), and the outputs of a block.
+// With V vectors of rows, SUMS / V outputs are computed at a time.
 #ifdef __AVX512F__
 constexpr int64_t SUMS = 24;
 #else
@@ -43,13 +45,18 @@ constexpr int64_t MOST_VECTORS = 3;
 // Steps that are unrolled. More do not fit into the cache of decoded instructions.
 constexpr int64_t UNROLLED = 8;
 
-// Outputs of a tile of AMX; its rows; and its steps.
+// Outputs, rows or steps of a tile of AMX, which has 16 rows of 16 numbers of 32 bits.
 constexpr int64_t TILE = 16;
 
 // Outputs of a block of tiles. A block of vectors has fewer.
 constexpr int64_t MOST_OUTPUTS = 2 * TILE;
 
-struct Arguments {
+// Bytes that a prefetch loads, and the steps whose weights they hold.
+constexpr int64_t LINE = 64;
+constexpr int64_t STEPS_OF_A_LINE = LINE / (PAIRED * sizeof(WEIGHT));
+static_assert(STEPS_OF_A_LINE % UNROLLED == 0 && UNROLLED <= TILE);
+
+struct Products {
     const STORED* rows;
     STORED* outputs;
     // Weights with the same inputs, and a bias of each or null. Outputs of a row follow each other.
@@ -57,9 +64,11 @@ struct Arguments {
     const STORED* const* biases;
     const int64_t* sizes;
     int64_t num_weights, num_rows, num_inputs;
+    // 0: vectors multiply even where the CPU has tiles.
+    int64_t allows_tiles;
 };
 
-// Rows that are multiplied at once: `count` vectors, from vector `first` on.
+// Vectors of rows that are multiplied together: `count` of them, from vector `first` on.
 struct Group {
     int64_t first, count;
 };
@@ -67,30 +76,30 @@ struct Group {
 // Inputs of all rows, transposed: for each group, step by step, a vector after the other.
 struct Transposed {
     std::vector<Group> groups;
-    std::vector<Numbers> numbers;
+    std::vector<Vector> vectors;
     int64_t num_steps;
+    bool is_tiled;
 
     const Numbers* of(const Group& group) const {
-        return numbers.data() + group.first * num_steps * LANES;
+        return reinterpret_cast<const Numbers*>(vectors.data() + group.first * num_steps);
     }
 };
 
 // Outputs of one weight that are computed at a time.
-struct Block {
+struct OutputBlock {
     const Number* weight;
-    // Numbers from one output's weights to the next one's.
+    // Numbers between the weights of two outputs.
     int64_t stride;
-    // Where the next block's weights lie in memory.
-    const WEIGHT* next;
-    int64_t next_stride;
+    // Address of the next block's weights, maybe past the last one, and bytes between two outputs.
+    uintptr_t next, next_stride;
 };
 
 #ifdef HAS_TILES
-// Return whether the kernel lets this process use tiles.
+// Return whether Linux lets this process use tiles.
 bool has_tiles() {
-    constexpr int64_t REQUEST = 0x1023, TILE_DATA = 18;
+    constexpr int64_t ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     static const bool is_permitted =
-        MULTIPLIES_STORED && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+        MULTIPLIES_STORED && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
     return is_permitted;
 }
 #else
@@ -115,18 +124,16 @@ inline void copy_numbers(const WEIGHT* from, int64_t count, Number* to) {
     copy_some(last, rest, to + count - rest);
 }
 
-// Bytes that a prefetch loads.
-constexpr int64_t LINE = 64;
-
-// Fetch the lines of the next block's weights that lie where this block's are read: of STEPS from
-// `step` on, for outputs from `first` on. Each group of rows fetches its share of the lines.
-template <int64_t OUTPUTS, int64_t STEPS>
-inline INLINED void fetch(const Block& block, int64_t first, int64_t step) {
-    constexpr int64_t LINES = (STEPS * PAIRED * sizeof(WEIGHT) + LINE - 1) / LINE;
-    const WEIGHT* from = block.next + first * block.next_stride + step * PAIRED;
+// Prefetch the next block's weights at the place where this block's are read: LINES from `step` on,
+// for outputs from `first` on.
+template <int64_t OUTPUTS, int64_t LINES>
+inline INLINED void fetch(const OutputBlock& block, int64_t first, int64_t step) {
+    const uintptr_t from = block.next + first * block.next_stride + step * PAIRED * sizeof(WEIGHT);
     unrolled<OUTPUTS>([&](auto o) INLINED {
-        const char* line = reinterpret_cast<const char*>(from + o * block.next_stride);
-        unrolled<LINES>([&](auto i) INLINED { __builtin_prefetch(line + i * LINE, 0, 2); });
+        unrolled<LINES>([&](auto i) INLINED {
+            const uintptr_t line = from + o * block.next_stride + i * LINE;
+            __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
+        });
     });
 }
 
@@ -144,7 +151,7 @@ inline INLINED Vector times(uint32_t weights, Words rows, Vector sum) {
 // a vector after the other. A function of its own, so that the compiler keeps all sums in registers.
 template <int64_t VECTORS, int64_t OUTPUTS>
 __attribute__((noinline)) void sum_outputs(
-    const Block& block, int64_t first, const Numbers* rows, int64_t num_steps, int64_t group,
+    const OutputBlock& block, int64_t first, const Numbers* rows, int64_t num_steps, int64_t group,
     int64_t num_groups, REAL* sums) {
     // An address takes a register. Three outputs share one, at most two strides away.
     constexpr int64_t SHARING = 3, NUM_ADDRESSES = (OUTPUTS + SHARING - 1) / SHARING;
@@ -178,12 +185,16 @@ __attribute__((noinline)) void sum_outputs(
         });
         rows += steps * VECTORS * LANES;
     };
-    int64_t step = 0, until_fetched = group;
+    // Each group of rows fetches its share of the lines.
+    constexpr int64_t RUNS_OF_A_LINE = STEPS_OF_A_LINE / UNROLLED;
+    int64_t until_fetched = group * RUNS_OF_A_LINE;
+    int64_t step = 0;
     for (; step + UNROLLED <= num_steps; step += UNROLLED) {
-        if (until_fetched-- == 0) {
-            fetch<OUTPUTS, UNROLLED>(block, first, step);
-            until_fetched = num_groups - 1;
+        if (until_fetched == 0) {
+            fetch<OUTPUTS, 1>(block, first, step);
+            until_fetched = num_groups * RUNS_OF_A_LINE;
         }
+        until_fetched--;
         unrolled<UNROLLED>(add);
         advance(UNROLLED);
     }
@@ -201,8 +212,8 @@ __attribute__((noinline)) void sum_outputs(
 // Write the sums of a block's outputs for VECTORS of rows.
 template <int64_t VECTORS>
 void sum_vectors(
-    const Block& block, const Numbers* rows, int64_t num_steps, int64_t group, int64_t num_groups,
-    REAL* sums) {
+    const OutputBlock& block, const Numbers* rows, int64_t num_steps, int64_t group,
+    int64_t num_groups, REAL* sums) {
     constexpr int64_t OUTPUTS = SUMS / VECTORS;
     for (int64_t first = 0; first < SUMS; first += OUTPUTS) {
         sum_outputs<VECTORS, OUTPUTS>(block, first, rows, num_steps, group, num_groups, sums);
@@ -211,30 +222,37 @@ void sum_vectors(
 }
 
 #ifdef HAS_TILES
-// The shapes of tiles: 16 rows of 64 bytes, for all eight.
+// The shapes of a thread's eight tiles.
 struct alignas(64) Shapes {
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+};
+static_assert(sizeof(Shapes) == 64);
+
+constexpr Shapes SHAPES = {
+    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16},
 };
 
-// Sets this thread's tiles, and back when it ends: another library's may be set.
+// Shapes this thread's tiles, and restores another library's shapes at the end; the numbers in its
+// tiles are lost. The compiler's own functions do not say which memory they read and write.
 struct ShapedTiles {
     Shapes before;
 
     ShapedTiles() {
-        _tile_storeconfig(&before);
-        const Shapes shapes;
-        _tile_loadconfig(&shapes);
+        asm volatile("sttilecfg %0" : "=m"(before));
+        asm volatile("ldtilecfg %0" : : "m"(SHAPES));
     }
-    ~ShapedTiles() { _tile_loadconfig(&before); }
+    ~ShapedTiles() { asm volatile("ldtilecfg %0" : : "m"(before)); }
 };
 
 // As `sum_vectors`, for one or two vectors and MOST_OUTPUTS.
 template <int64_t VECTORS>
 void sum_tiles(
-    const Block& block, const Numbers* rows, int64_t num_steps, int64_t group, int64_t num_groups,
-    REAL* sums) {
+    const OutputBlock& block, const Numbers* rows, int64_t num_steps, int64_t group,
+    int64_t num_groups, REAL* sums) {
+    // The compiler does not know what `_tile_loadd` reads.
+    asm volatile("" ::: "memory");
     const int64_t weight_stride = block.stride * sizeof(Number);
     constexpr int64_t stride = VECTORS * LANES * sizeof(Numbers);
     _tile_zero(0);
@@ -242,7 +260,8 @@ void sum_tiles(
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t step = 0; step < num_steps; step += TILE) {
-        if (step / TILE % num_groups == group) fetch<MOST_OUTPUTS, TILE>(block, 0, step);
+        if (step / TILE % num_groups == group)
+            fetch<MOST_OUTPUTS, TILE / STEPS_OF_A_LINE>(block, 0, step);
         const Number* weight = block.weight + step * PAIRED;
         const Numbers* inputs = rows + step * VECTORS * LANES;
         _tile_loadd(4, weight, weight_stride);
@@ -266,7 +285,7 @@ void sum_tiles(
 #endif
 
 void sum_block(
-    const Block& block, const Transposed& rows, int64_t group, REAL* sums) {
+    const OutputBlock& block, const Transposed& rows, int64_t group, REAL* sums) {
     const int64_t num_groups = rows.groups.size();
     const Numbers* numbers = rows.of(rows.groups[group]);
     unrolled<MOST_VECTORS>([&](auto index) {
@@ -274,7 +293,7 @@ void sum_block(
         if (rows.groups[group].count != VECTORS) return;
 #ifdef HAS_TILES
         if constexpr (MULTIPLIES_STORED && VECTORS <= 2)
-            if (has_tiles())
+            if (rows.is_tiled)
                 return sum_tiles<VECTORS>(block, numbers, rows.num_steps, group, num_groups, sums);
 #endif
         sum_vectors<VECTORS>(block, numbers, rows.num_steps, group, num_groups, sums);
@@ -291,70 +310,71 @@ inline Vector numbers_of(const STORED* row, int64_t start, int64_t num_inputs) {
         if (count > 0) std::memcpy(padded, from, count * sizeof(STORED));
         from = padded;
     }
-    if constexpr (!MULTIPLIES_STORED) return numbers_at(from);
-    Vector found;
-    std::memcpy(&found, from, sizeof(found));
-    return found;
+    if constexpr (MULTIPLIES_STORED) {
+        Vector pairs;
+        std::memcpy(&pairs, from, sizeof(pairs));
+        return pairs;
+    } else {
+        return numbers_at(from);
+    }
 }
 
 // Transpose rows; the last vector and the last steps are padded with zeros.
-Transposed transposed(const Arguments& given, bool is_much) {
-    const int64_t num_inputs = given.num_inputs;
-    const int64_t num_vectors = (given.num_rows + LANES - 1) / LANES;
-    // Groups of nearly equal size: one of a single vector reads as much as a whole one.
-    const int64_t most = has_tiles() ? 2 : MOST_VECTORS, num_groups = (num_vectors + most - 1) / most;
-    Transposed found;
-    found.num_steps = (num_inputs + PAIRED - 1) / PAIRED;
-    if (has_tiles()) found.num_steps = (found.num_steps + TILE - 1) / TILE * TILE;
+Transposed transposed(const Products& products, bool is_much) {
+    const int64_t num_inputs = products.num_inputs, num_rows = products.num_rows;
+    const int64_t num_vectors = (num_rows + LANES - 1) / LANES;
+    Transposed rows;
+    rows.is_tiled = products.allows_tiles && has_tiles();
+    rows.num_steps = (num_inputs + PAIRED - 1) / PAIRED;
+    if (rows.is_tiled) rows.num_steps = (rows.num_steps + TILE - 1) / TILE * TILE;
+    // Groups of nearly equal size, because a group of one vector reads as many weights as a full one.
+    const int64_t most = rows.is_tiled ? 2 : MOST_VECTORS;
+    const int64_t num_groups = (num_vectors + most - 1) / most;
     for (int64_t group = 0; group < num_groups; group++) {
         const int64_t first = num_vectors * group / num_groups;
-        found.groups.push_back({first, num_vectors * (group + 1) / num_groups - first});
+        rows.groups.push_back({first, num_vectors * (group + 1) / num_groups - first});
     }
-    found.numbers.resize(num_vectors * LANES * found.num_steps);
-    // A square of numbers at a time.
-    const int64_t num_parts = (found.num_steps + LANES - 1) / LANES;
+    rows.vectors.resize(num_vectors * rows.num_steps);
     for_each(num_vectors, is_much, [&](int64_t vector) {
         int64_t index = num_groups - 1;
-        while (found.groups[index].first > vector) index--;
-        const Group& group = found.groups[index];
-        const int64_t width = group.count * LANES;
-        Numbers* to = found.numbers.data() + group.first * LANES * found.num_steps
-            + (vector - group.first) * LANES;
-        for (int64_t part = 0; part < num_parts; part++) {
-            const int64_t start = part * LANES, end = std::min(start + LANES, found.num_steps);
+        while (rows.groups[index].first > vector) index--;
+        const Group& group = rows.groups[index];
+        Vector* to = rows.vectors.data() + group.first * rows.num_steps + vector - group.first;
+        // A square of numbers at a time.
+        for (int64_t start = 0; start < rows.num_steps; start += LANES) {
             Vector square[LANES];
             for (int64_t lane = 0; lane < LANES; lane++) {
                 const int64_t row = vector * LANES + lane;
-                square[lane] = row < given.num_rows
-                    ? numbers_of(given.rows + row * num_inputs, start * PAIRED, num_inputs)
-                    : Vector{};
+                square[lane] = Vector{};
+                if (row < num_rows)
+                    square[lane] = numbers_of(
+                        products.rows + row * num_inputs, start * PAIRED, num_inputs);
             }
             transpose(square);
+            const int64_t end = std::min(start + LANES, rows.num_steps);
             for (int64_t step = start; step < end; step++)
-                std::memcpy(to + step * width, &square[step - start], sizeof(Vector));
+                to[step * group.count] = square[step - start];
         }
     });
-    return found;
+    return rows;
 }
 
-// Return a block of a weight's outputs, from `first` to before `last`. They are copied where they
-// are not `count` outputs of `num_inputs` numbers that are multiplied as they are.
-Block block_of(
+// Return the block of a weight's outputs from `first` to before `last`. It points into the weight
+// where the weight can be multiplied as it is stored. Else (fewer than `count` outputs, inputs that
+// need padding, another type) the numbers are copied; `copied` has zeros in place of padding.
+OutputBlock block_of(
     const WEIGHT* weight, int64_t num_inputs, int64_t padded_inputs, int64_t first, int64_t last,
     int64_t count, std::vector<Number>& copied) {
     const WEIGHT* from = weight + first * num_inputs;
-    Block block = {nullptr, num_inputs, from + count * num_inputs, num_inputs};
-    if constexpr (std::is_same_v<WEIGHT, STORED> && std::is_same_v<STORED, Number>)
-        if (last - first == count && padded_inputs == num_inputs) {
-            block.weight = reinterpret_cast<const Number*>(from);
-            return block;
-        }
-    copied.assign(count * padded_inputs, Number{});
+    const uintptr_t next_stride = num_inputs * sizeof(WEIGHT);
+    const uintptr_t next = reinterpret_cast<uintptr_t>(from) + count * next_stride;
+    constexpr bool is_stored = std::is_same_v<WEIGHT, STORED> && std::is_same_v<STORED, Number>;
+    if (is_stored && last - first == count && padded_inputs == num_inputs)
+        return {reinterpret_cast<const Number*>(from), num_inputs, next, next_stride};
+    copied.resize(count * padded_inputs);
     for (int64_t output = 0; output < last - first; output++)
         copy_numbers(from + output * num_inputs, num_inputs, copied.data() + output * padded_inputs);
-    block.weight = copied.data();
-    block.stride = padded_inputs;
-    return block;
+    return {copied.data(), padded_inputs, next, next_stride};
 }
 
 // Where a block's outputs go.
@@ -391,45 +411,47 @@ void write(const REAL* sums, const Group& group, int64_t num_rows, const Target&
 
 }  // namespace
 
-extern "C" void multiply_many(const Arguments* arguments) {
-    const Arguments& given = *arguments;
-    const int64_t block_size = has_tiles() ? MOST_OUTPUTS : SUMS;
-    int64_t total = 0;
+extern "C" void multiply_many(const Products* given) {
+    const Products& products = *given;
+    int64_t num_outputs = 0;
+    for (int64_t i = 0; i < products.num_weights; i++) num_outputs += products.sizes[i];
+    const bool is_much =
+        products.num_rows * products.num_inputs * num_outputs > LEAST_FOR_THREADS;
+    const Transposed rows = transposed(products, is_much);
+    const int64_t block_size = rows.is_tiled ? MOST_OUTPUTS : SUMS;
     // The first block of each weight, and its first output.
     std::vector<int64_t> first_blocks, first_outputs;
-    int64_t num_blocks = 0;
-    for (int64_t i = 0; i < given.num_weights; i++) {
+    int64_t num_blocks = 0, next_output = 0;
+    for (int64_t i = 0; i < products.num_weights; i++) {
         first_blocks.push_back(num_blocks);
-        first_outputs.push_back(total);
-        num_blocks += (given.sizes[i] + block_size - 1) / block_size;
-        total += given.sizes[i];
+        first_outputs.push_back(next_output);
+        num_blocks += (products.sizes[i] + block_size - 1) / block_size;
+        next_output += products.sizes[i];
     }
-    const bool is_much = given.num_rows * given.num_inputs * total > LEAST_FOR_THREADS;
-    const Transposed rows = transposed(given, is_much);
-    const int64_t padded_inputs = rows.num_steps * PAIRED;
+    std::vector<std::vector<Number>> copies(omp_get_max_threads());
     for_each(num_blocks, is_much, [&](int64_t item) {
 #ifdef HAS_TILES
         std::optional<ShapedTiles> shaped;
-        if (has_tiles()) shaped.emplace();
+        if (rows.is_tiled) shaped.emplace();
 #endif
-        int64_t i = given.num_weights - 1;
+        int64_t i = products.num_weights - 1;
         while (first_blocks[i] > item) i--;
         const int64_t first = (item - first_blocks[i]) * block_size;
-        const int64_t last = std::min(first + block_size, given.sizes[i]);
-        std::vector<Number> copied;
-        const Block block = block_of(
-            given.weights[i], given.num_inputs, padded_inputs, first, last, block_size, copied);
+        const int64_t last = std::min(first + block_size, products.sizes[i]);
+        const OutputBlock block = block_of(
+            products.weights[i], products.num_inputs, rows.num_steps * PAIRED, first, last,
+            block_size, copies[omp_get_thread_num()]);
         const Target target = {
-            given.outputs + first_outputs[i] + first,
-            total,
-            given.biases ? given.biases[i] + first : nullptr,
+            products.outputs + first_outputs[i] + first,
+            num_outputs,
+            products.biases ? products.biases[i] + first : nullptr,
             last - first,
         };
         // Padded to whole vectors of outputs.
-        alignas(64) REAL sums[MOST_OUTPUTS * MOST_VECTORS * LANES];
+        alignas(64) REAL sums[MOST_OUTPUTS * MOST_VECTORS * LANES] = {};
         for (int64_t group = 0; group < int64_t(rows.groups.size()); group++) {
             sum_block(block, rows, group, sums);
-            write(sums, rows.groups[group], given.num_rows, target);
+            write(sums, rows.groups[group], products.num_rows, target);
         }
     });
 }

@@ -41,7 +41,8 @@ typedef REAL Loose __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL
 // Fewer numbers are not worth more threads; torch's own limit.
 constexpr int64_t LEAST_FOR_THREADS = 32768;
 
-// Do some work for each of `count` items, by threads if `is_much`. A forked process would wait for
+// Do some work for each of `count` items, by threads if `is_much`. They take items in portions that
+// shrink, so that a thread that lost its core holds the others up less. A forked process would wait for
 // the threads of its parent, so small work must not enter a parallel region.
 template <typename Work>
 inline void for_each(int64_t count, bool is_much, const Work& work) {
@@ -205,7 +206,7 @@ inline INLINED Vector halves_of(Vector a, Vector b, std::integer_sequence<int64_
 #endif
 }
 
-// Exchange the lanes of LANES vectors with their numbers: lane j of vector i is lane i of vector j.
+// Transpose LANES vectors: lane j of vector i becomes lane i of vector j.
 template <int64_t STEP = 1>
 inline INLINED void transpose(Vector (&vectors)[LANES]) {
     constexpr std::make_integer_sequence<int64_t, LANES> lanes;
@@ -223,7 +224,7 @@ inline INLINED void transpose(Vector (&vectors)[LANES]) {
 typedef float Floats __attribute__((vector_size(VECTOR_BYTES), may_alias));
 typedef uint16_t HalfWords __attribute__((vector_size(VECTOR_BYTES / 2), may_alias));
 
-// Return the numbers of Bfloat16 that are nearest, ties to even; NaN stays NaN.
+// Round to Bfloat16, to the nearest, ties to even; NaN stays NaN.
 inline INLINED HalfWords rounded(const Floats& numbers) {
     const Words& bits = reinterpret_cast<const Words&>(numbers);
     const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

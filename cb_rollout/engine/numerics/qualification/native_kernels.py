@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -186,36 +187,38 @@ def _try_multiply_many(trial: KernelTrial) -> None:
         weights = [trial.keep(trial.random.standard_normal((N, K)), weight_dtype) for N in sizes]
         biases = [trial.draw(N) for N in sizes]
         multiplied = np.concatenate([_rounded(weight, trial.dtype) for weight in weights])
-        for given in (None, biases):
+        for passed_biases, allows_tiles in product((None, biases), (0, 1)):
             outputs = trial.keep(np.full((B, sum(sizes)), np.nan), trial.dtype)
             products = Products(
                 rows=rows.address,
                 outputs=outputs.address,
                 weights=_addresses(weights),
-                biases=None if given is None else _addresses(given),
+                biases=None if passed_biases is None else _addresses(passed_biases),
                 sizes=(ctypes.c_int64 * len(sizes))(*sizes),
                 num_weights=len(sizes),
                 num_rows=B,
                 num_inputs=K,
+                allows_tiles=allows_tiles,
             )
             trial.run(ctypes.addressof(products))
             expected = rows.values @ multiplied.T
             size = np.abs(rows.values) @ np.abs(multiplied).T
-            if given is not None:
-                bias = np.concatenate([bias.values for bias in given])
+            if passed_biases is not None:
+                bias = np.concatenate([bias.values for bias in passed_biases])
                 expected = expected + bias
                 size = size + np.abs(bias)
             trial.compare(outputs.values, expected, size)
 
 
 def _rounded(weight: Numbers, dtype: str) -> np.ndarray:
-    """Return a weight's numbers as products of `dtype` take them, in float64."""
+    """Return a weight, `[N, K]`, in float64, rounded to the `dtype` that a kernel multiplies."""
     if dtype != "bfloat16" or weight.dtype == dtype:
         return weight.values
     bits = weight.array.view(np.uint32)
     # To the nearest, ties to even.
-    bits = bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000
-    return bits.astype(np.uint32).view(np.float32).astype(np.float64)
+    nearest = bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)
+    upper_half = nearest & np.uint32(0xFFFF0000)
+    return upper_half.view(np.float32).astype(np.float64)
 
 
 def _addresses(arrays: Sequence[Numbers]) -> ctypes.Array[ctypes.c_void_p]:
