@@ -65,18 +65,43 @@ def create_weight_sync(
             weight_sync = WeightSync.SHARED
         elif has_adapters(module):
             return _with_adapters(facts, config, precision, optimizer)
+        elif _pays_as_copy(facts, precision):
+            return _copied_if_possible(facts, precision, getattr(accelerator, "device", None))
         else:
-            is_copied = _pays_as_copy(facts, precision)
-            weight_sync = WeightSync.COPY if is_copied else WeightSync.SHARED
+            weight_sync = WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
-        hf_compat.keep_differentiable(module)
-        return SharedWeights(model, precision.autocast_dtype)
-    if config.numerics == Numerics.BITWISE and has_adapters(module):
+        return _shared(facts, precision)
+    _require_copyable(facts, config)
+    device = getattr(accelerator, "device", None)
+    return CopiedWeights(model, precision, device, tensor_parallel_size)
+
+
+def _shared(facts: ModelFacts, precision: Precision) -> SharedWeights:
+    """Share the weights of a training module."""
+    hf_compat.keep_differentiable(facts.module)
+    return SharedWeights(facts.given, precision.autocast_dtype)
+
+
+def _require_copyable(facts: ModelFacts, config: RolloutConfig) -> None:
+    """Raise `ConfigurationError` if a model's weights cannot be copied."""
+    if config.numerics == Numerics.BITWISE and has_adapters(facts.module):
         raise refused("bitwise, adapter in a copy")
     if facts.is_quantized:
         raise refused("copy, quantised")
-    device = getattr(accelerator, "device", None)
-    return CopiedWeights(model, precision, device, tensor_parallel_size)
+
+
+def _copied_if_possible(
+    facts: ModelFacts, precision: Precision, device: torch.device | None
+) -> WeightSynchronizer:
+    """Copy a model's weights; share them if a copy would compute something else."""
+    try:
+        return CopiedWeights(facts.given, precision, device)
+    except WeightSyncError as error:
+        # Only a copy can have weights in a dtype other than the training module's.
+        if precision.copy_dtype is not None:
+            raise
+        _LOGGER.warning("weights: shared, so each step casts them: %s", error)
+    return _shared(facts, precision)
 
 
 def _pays_as_copy(facts: ModelFacts, precision: Precision) -> bool:
@@ -113,8 +138,7 @@ def _with_adapters(
             selection = f"adapters unmerged ({error_text(error)})"
         _LOGGER.info("weights: %s", selection)
     if weights is None:
-        hf_compat.keep_differentiable(module)
-        weights = SharedWeights(facts.given, precision.autocast_dtype)
+        weights = _shared(facts, precision)
     weights.selection = selection
     return weights
 

@@ -113,6 +113,7 @@ class CopiedWeights(WeightSynchronizer):
         self._targets = tensors_by_name(self.module)
         """The copy's tensors, tied ones under each name."""
         self._classes = module_classes(self._source)
+        self._require_described_modules()
         self._settings = settings_of(self._source)
         # Split layers have their own sizes, so only settings that change later are taken over.
         if tensor_parallel_size == 1:
@@ -265,6 +266,21 @@ class CopiedWeights(WeightSynchronizer):
                 abbreviated(hooked),
             )
         self._hooked = hooked
+
+    def _require_described_modules(self) -> None:
+        """Raise `WeightSyncError` if a module has another class than in the copy."""
+        replaced: list[str] = []
+        for name, copied in module_classes(self.module).items():
+            trained = self._classes.get(name, copied)
+            if trained is not copied:
+                replaced.append(f"{name} ({trained.__name__} for {copied.__name__})")
+        if replaced:
+            raise WeightSyncError(
+                f"{len(replaced)} submodules of the training module have another class than the "
+                f"model's config describes: {abbreviated(replaced)}. A copy is made from the "
+                "config and would not compute what they do; use weight_sync='shared', or, for a "
+                "sharded model, define them in the model's own class."
+            )
 
     def _require_same_modules(self) -> None:
         """Raise `WeightSyncError` if a module was replaced since the copy was made.

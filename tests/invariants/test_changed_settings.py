@@ -1,6 +1,7 @@
 """What a forward reads beside weights (numbers, configs, adapters, buffers) is followed too."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from nightly import slow_after
 from peft import LoraConfig, get_peft_model
 from tiny import largest_difference, plain_logprobs, tiny_model
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cb_rollout import RolloutConfig, RolloutGenerator, SamplingParams, packed_logprobs
 from cb_rollout.compat.module_state import model_settings
@@ -135,7 +137,9 @@ class HalvedActivation(torch.nn.SiLU):
 def test_a_copy_is_refused_where_its_model_has_a_module_that_no_config_names():
     model = tiny_model()
     model.model.layers[0].mlp.act_fn = HalvedActivation()
-    with pytest.raises(ConfigurationError, match="the copy of the weights computes other log-prob"):
+    with pytest.raises(
+        WeightSyncError, match=r"another class .*act_fn \(HalvedActivation for SiLUActivation\)"
+    ):
         RolloutGenerator(model, RolloutConfig(seed=0, weight_sync="copy"))
 
 
@@ -294,3 +298,63 @@ def test_a_generator_with_a_copy_follows_another_model():
         (output,) = generator.generate_batch([PROMPT], sampling_params=PARAMS).values()
         assert largest_difference(other, [output]) <= 1e-4
         assert generator.verify(1).max <= 1e-4
+
+
+class ScaledMLP(LlamaMLP):
+    """Scales its output by numbers that are no plain attributes of the module."""
+
+    of_class = 1.0
+
+    def forward(self, x):
+        of_mode = 0.3 if self._is_scaled else 1.0
+        return super().forward(x) * self.settings.scale * self.tensors[0] * self.of_class * of_mode
+
+
+def scale_of_an_object(mlp):
+    mlp.settings.scale = 0.3
+
+
+def private_flag(mlp):
+    mlp._is_scaled = True
+
+
+def scale_of_a_class(mlp):
+    mlp.__class__ = type("RescaledMLP", (ScaledMLP,), {"of_class": 0.3})
+
+
+def tensor_in_a_list(mlp):
+    mlp.tensors[0] = torch.tensor(0.3)
+
+
+HIDDEN_CHANGES = (scale_of_an_object, private_flag, scale_of_a_class, tensor_in_a_list)
+
+
+@pytest.mark.parametrize("change", HIDDEN_CHANGES)
+def test_after_a_sync_a_trace_has_the_numbers_that_the_forward_reads_now(change, monkeypatch):
+    monkeypatch.setattr(traced_forward, "STEPS_BEFORE_TRACE", 2)
+    model = tiny_model("llama", tie_word_embeddings=False)
+    changed = [layer.mlp for layer in model.model.layers]
+    for mlp in changed:
+        mlp.__class__ = ScaledMLP
+        mlp.settings = SimpleNamespace(scale=1.0)
+        mlp.tensors = [torch.tensor(1.0)]
+        mlp._is_scaled = False
+    with RolloutGenerator(model, RolloutConfig()) as generator:
+        runner = generator.manager.engine.runner
+
+        def roll_out():
+            outputs = generator.generate_batch([PROMPT, PROMPT[::-1]], sampling_params=PARAMS)
+            return largest_difference(model, outputs.values())
+
+        assert roll_out() < 1e-5
+        before = runner.attention_backend.traced_forward.trace
+        assert before is not None
+        generator.sync_weights()
+        assert roll_out() < 1e-5
+        # Nothing changed, so nothing is traced again.
+        assert runner.attention_backend.traced_forward.trace is before
+        for mlp in changed:
+            change(mlp)
+        generator.sync_weights()
+        assert roll_out() < 1e-5
+        assert runner.attention_backend.traced_forward.trace not in (None, before)

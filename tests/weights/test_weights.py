@@ -232,6 +232,58 @@ def test_packed_weights_run_in_place():
         create_weight_sync(model, COPY)
 
 
+class DoubledLinear(torch.nn.Linear):
+    """Has the tensors of a linear layer and computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def double(model):
+    model.model.layers[0].mlp.down_proj.__class__ = DoubledLinear
+
+
+def scale_a_norm(model):
+    norm = model.model.norm
+    norm.__class__ = type("ScaledNorm", (type(norm),), {})
+
+
+def replace_an_activation(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def add_a_bias(model):
+    layer = model.model.layers[0].mlp.down_proj
+    layer.bias = torch.nn.Parameter(torch.ones(layer.out_features))
+
+
+@pytest.mark.parametrize("change", [double, scale_a_norm, replace_an_activation, add_a_bias])
+def test_auto_shares_what_a_copy_would_compute_otherwise(change, caplog):
+    model = tiny_model()
+    change(model)
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    for config, trainer in (
+        (RolloutConfig(), accelerator),
+        (RolloutConfig(rollout_dtype="bfloat16"), None),
+    ):
+        caplog.clear()
+        weights = create_weight_sync(model, config, trainer)
+        assert isinstance(weights, SharedWeights)
+        assert weights.module is model
+        assert "weights: shared, so each step casts them" in caplog.text
+    with pytest.raises(WeightSyncError, match=r"weight_sync='shared'"):
+        create_weight_sync(model, COPY)
+
+
+@pytest.mark.parametrize("change", [double, scale_a_norm, replace_an_activation])
+def test_a_copy_names_the_modules_that_it_would_not_have(change):
+    model = tiny_model()
+    change(model)
+    with pytest.raises(WeightSyncError, match=r"another class.*(down_proj|norm|act_fn) \(\w+ for"):
+        create_weight_sync(model, COPY)
+
+
 def test_a_manager_alone_keeps_no_copy():
     with pytest.raises(ConfigurationError, match=r"weight_sync='copy': .*use a RolloutGenerator"):
         ContinuousBatchingManager(tiny_model(), None, COPY)

@@ -135,6 +135,7 @@ class TracedForward:
         """The reason why the forward is not compiled; "": it is, or was not meant to be."""
         self._weights: list[object] = []
         self._has_hooks = False
+        self._is_comparison_due = False
 
     def __str__(self) -> str:
         """Return a phrase for the log."""
@@ -205,6 +206,14 @@ class TracedForward:
                 self.obstacle = f"the weights moved {MOST_TRACES} times"
                 _LOGGER.warning("decode forwards are no longer compiled: %s", self.obstacle)
 
+    def compare_before_next_step(self) -> None:
+        """Compare the trace with the model again: a sync may have changed what the model computes.
+
+        A trace keeps every Python value that the forward read, and `check_weights` sees only plain
+        attributes.
+        """
+        self._is_comparison_due = self.trace is not None
+
     def stay_untraced(self, obstacle: str = "") -> None:
         """Run the model itself from now on; `obstacle`: the reason why it is not compiled."""
         self._num_traces = MOST_TRACES
@@ -212,9 +221,11 @@ class TracedForward:
         self.obstacle = obstacle
 
     def count_step(self) -> bool:
-        """Count a step on these weights; return whether to make a trace before it."""
+        """Count a step on these weights; return whether to call `warm_up` before it."""
         self._num_steps += 1
         self._drop_uncompiled(self._num_steps)
+        if self._is_comparison_due and self.trace is not None:
+            return True
         return self._num_steps > self._steps_before_trace and self._may_make_trace
 
     def _drop_uncompiled(self, num_steps: float) -> None:
@@ -261,12 +272,13 @@ class TracedForward:
             return None
 
     def warm_up(self, traceable: Traceable, num_steps: float = 0) -> None:
-        """Trace the forward if it can be traced and has no trace yet.
+        """Compare the trace if that is due; trace the forward if it has no trace and can have one.
 
         `num_steps`: number of coming steps; the trace is compiled if that pays off.
         """
         num_steps = max(num_steps, self._num_steps)
         self._drop_uncompiled(num_steps)
+        self._drop_outdated(traceable)
         if not self._may_make_trace:
             return
         assert self._tracing is not None
@@ -290,6 +302,17 @@ class TracedForward:
                 self._go_on_uncompiled(error)
             else:
                 self._go_on_untraced(error)
+
+    def _drop_outdated(self, traceable: Traceable) -> None:
+        """Drop the trace if a comparison is due, and the model computes something else now."""
+        is_due = self._is_comparison_due
+        self._is_comparison_due = False
+        if not is_due or self.trace is None:
+            return
+        reason = self.trace.difference_from(traceable)
+        if reason:
+            _LOGGER.info("the model's forward has changed; its trace is dropped: %s", reason)
+            self.trace = None
 
     def _go_on_uncompiled(self, error: Exception) -> None:
         """Stop compiling after a compiled trace failed; raise if the settings require one."""
@@ -426,6 +449,9 @@ class Trace:
         self.compiled: CompiledGraph | None = None
         """The graph for `torch.compile`; None: `settings` is None."""
         self._weights: list[torch.Tensor] = []
+        self._noise_B: torch.Tensor | None = None
+        """Rounding noise of the rows of the last trial; None: no bit may differ."""
+        self._fewest_rows = min(tracing.tried_rows)
         inputs = example(tracing.num_rows, traceable.token_ids, traceable.cache.device)
         if settings is not None:
             module, self._calls = trace_module(traceable, *inputs)
@@ -434,8 +460,7 @@ class Trace:
                 module, settings, interval=row_interval, max_graphs=max_graphs
             )
             # Each size of a static graph is compiled, which takes seconds.
-            fewest = min(tracing.tried_rows)
-            tried_rows = [fewest] if settings.is_static else tracing.tried_rows
+            tried_rows = [self._fewest_rows] if settings.is_static else tracing.tried_rows
             self._try(traceable, tried_rows)
             return
         traced = trace(traceable, *inputs)
@@ -501,28 +526,44 @@ class Trace:
 
         Rounding is measured on the largest batch, whose first rows are those of each smaller batch.
         """
-        token_ids = traceable.token_ids
-        device = traceable.cache.device
-
-        def run(num_rows: int) -> torch.Tensor:
-            with torch.no_grad():
-                inputs = example(num_rows, token_ids, device)
-                return traceable.run(attend_to_new_token, *inputs)
-
-        most = max(tried_rows)
-        noise_B = trial_noise(lambda: run(most), traceable.dtype, traceable.precisely)
+        self._measure_noise(traceable, max(tried_rows))
         for num_rows in tried_rows:
             try:
-                found_BV = self(*example(num_rows, token_ids, device), attend_to_new_token)
+                reason = self._difference(traceable, num_rows)
             except Exception as error:
                 reason = error_text(dynamo.cause_of(error))
                 raise UntraceableError(f"with {num_rows} rows: {reason}") from error
-            expected_BV = run(num_rows)
-            noise = None if noise_B is None else noise_B[:num_rows]
-            reason = difference(found_BV, expected_BV, noise)
             if reason:
                 computed = f"with {num_rows} rows it computes something else"
                 raise UntraceableError(f"{computed}: {reason}")
+
+    def difference_from(self, traceable: Traceable) -> str:
+        """Return how the trace differs from the model as it is now; "": by rounding at most."""
+        reason = self._difference(traceable, self._fewest_rows)
+        if reason and self._noise_B is not None:
+            # The present weights may round more than those of the trial.
+            self._measure_noise(traceable, self._fewest_rows)
+            reason = self._difference(traceable, self._fewest_rows)
+        return reason
+
+    def _measure_noise(self, traceable: Traceable, num_rows: int) -> None:
+        self._noise_B = trial_noise(
+            lambda: _plain_logits(traceable, num_rows), traceable.dtype, traceable.precisely
+        )
+
+    def _difference(self, traceable: Traceable, num_rows: int) -> str:
+        """Return how logits for this number of rows differ; "": they agree."""
+        inputs = example(num_rows, traceable.token_ids, traceable.cache.device)
+        found_BV = self(*inputs, attend_to_new_token)
+        noise_B = None if self._noise_B is None else self._noise_B[:num_rows]
+        return difference(found_BV, _plain_logits(traceable, num_rows), noise_B)
+
+
+def _plain_logits(traceable: Traceable, num_rows: int) -> torch.Tensor:
+    """Return the logits of the model's own forward, `[B, V]`, for as many rows as given."""
+    inputs = example(num_rows, traceable.token_ids, traceable.cache.device)
+    with torch.no_grad():
+        return traceable.run(attend_to_new_token, *inputs)
 
 
 def _without_padding(attend: PagedAttention, num_rows: int) -> PagedAttention:

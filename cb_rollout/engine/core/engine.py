@@ -228,6 +228,7 @@ class Engine:
     def _forget_keys(self, policy_version: int, keep_keys: bool = False) -> None:
         self.policy_version = policy_version
         self.request_checks.forget_deleted_adapters()
+        self.runner.compare_trace()
         self._scheduler.begin_policy_version(policy_version, keep_keys)
 
     def _notice_changed_function(self) -> None:

@@ -223,6 +223,11 @@ class ModelRunner:
         if self.compiled_prefill is not None:
             self.compiled_prefill.check_weights(self.model)
 
+    def compare_trace(self) -> None:
+        """Compare the trace of decode forwards with the model before the next step."""
+        if self.attention_backend is not None:
+            self.attention_backend.traced_forward.compare_before_next_step()
+
     def compile_prefill(self, layout: CacheLayout) -> None:
         """Compile the forward of packed prompts, if requested and not done yet.
 

@@ -233,6 +233,14 @@ def test_bitwise_products_do_not_depend_on_the_number_of_rows(case):
             assert torch.equal(linear(rows[:count], [weight], biases), together[:count])
 
 
+@pytest.mark.parametrize("num_rows", [2, 9, 200])
+def test_autocast_leaves_float64_alone(num_rows):
+    rows, weight = torch.randn(num_rows, 20).double(), torch.randn(7, 20).double()
+    with torch.autocast("cpu", torch.bfloat16), replacing_linear(torch.bfloat16):
+        outputs = functional.linear(rows, weight)
+    assert torch.equal(outputs, rows @ weight.t())
+
+
 def test_a_call_with_another_bias_gets_that_one():
     layer, rows, bias = torch.nn.Linear(20, 3), torch.randn(9, 20), torch.randn(3)
     with replacing_linear(rows.dtype), torch.no_grad():

@@ -158,12 +158,13 @@ class _ReplacedLinear(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         inputs, weight, *rest = args
         bias = rest[0] if rest else None
+        tensors = [inputs, weight] if bias is None else [inputs, weight, bias]
         if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            is_ours = weight.dtype.is_floating_point and self._dtype == dtype
+            # Autocast leaves float64 alone.
+            is_cast = all(x.dtype.is_floating_point and x.dtype.itemsize <= 4 for x in tensors)
+            is_ours = is_cast and self._dtype == torch.get_autocast_dtype("cpu")
         else:
-            tensors = [inputs, weight] if bias is None else [inputs, weight, bias]
-            is_ours = all(tensor.dtype == self._dtype for tensor in tensors)
+            is_ours = all(x.dtype == self._dtype for x in tensors)
         # Torch answers for what does not fit together.
         fits = weight.dim() == 2 and inputs.shape[-1:] == weight.shape[1:]
         if bias is not None:
