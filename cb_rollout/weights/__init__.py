@@ -51,6 +51,7 @@ def create_weight_sync(
     precision = rollout_precision(config, model, accelerator)
     weight_sync = config.weight_sync
     tensor_parallel_size = _tensor_parallel_size(facts, config)
+    device = getattr(accelerator, "device", None)
     if facts.is_split and weight_sync == WeightSync.AUTO:
         is_sharded = fsdp_compat.has_fsdp2(model)
         weight_sync = WeightSync.COPY if is_sharded else WeightSync.SHARED
@@ -66,13 +67,12 @@ def create_weight_sync(
         elif has_adapters(module):
             return _with_adapters(facts, config, precision, optimizer)
         elif _pays_as_copy(facts, precision):
-            return _copied_if_possible(facts, precision, getattr(accelerator, "device", None))
+            return _copied_if_possible(facts, precision, device)
         else:
             weight_sync = WeightSync.SHARED
     if weight_sync == WeightSync.SHARED:
         return _shared(facts, precision)
     _require_copyable(facts, config)
-    device = getattr(accelerator, "device", None)
     return CopiedWeights(model, precision, device, tensor_parallel_size)
 
 

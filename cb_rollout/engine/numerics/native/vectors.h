@@ -42,8 +42,8 @@ typedef REAL Loose __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(REAL
 constexpr int64_t LEAST_FOR_THREADS = 32768;
 
 // Do some work for each of `count` items, by threads if `is_much`. They take items in portions that
-// shrink, so that a thread that lost its core holds the others up less. A forked process would wait for
-// the threads of its parent, so small work must not enter a parallel region.
+// shrink, so that a thread that lost its core holds the others up less. A forked process would wait
+// for the threads of its parent, so small work must not enter a parallel region.
 template <typename Work>
 inline void for_each(int64_t count, bool is_much, const Work& work) {
     if (!is_much) {
